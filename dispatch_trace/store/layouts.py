@@ -1,0 +1,425 @@
+"""Tensors of every dtype and layout, to contiguous parts that a shard can hold and back, bit-exact.
+
+Guarantees: strided CPU snapshots are read in place, without a copy and without breaking the
+copy-on-write link of a lazy clone; a stride-0 view is never expanded; nothing needs a kernel for the
+dtype (sub-byte and quantised dtypes have next to none). The only module of the store that needs torch
+at import; `reader` loads it when a tensor is asked for.
+
+The encodings are specified in docs/format.md, section "Encodings".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from dispatch_trace.errors import TraceFormatError
+from dispatch_trace.store.dtypes import SHARD_DTYPES, is_shard_dtype, shard_shape
+from dispatch_trace.store.shards import ShardTensor
+
+# Above this logical size an expanded tensor is hashed by its distinct elements (format.md, "Hash").
+EXPANDED_HASH_BYTES = 1 << 30
+_CHUNK_BYTES = 4 << 20
+_CONTIGUOUS_BYTES = 32 << 20
+
+_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.restype = ctypes.py_object
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_READ, _WRITE = 0x100, 0x200
+
+
+@dataclass(slots=True)
+class Packed:
+    """A tensor ready to be stored.
+
+    Attributes:
+      parts: contiguous strided CPU tensors, in the order in which `encoding` consumes them.
+      encoding: how to put them together again; {} for one ordinary safetensors tensor.
+    """
+
+    parts: list[torch.Tensor]
+    encoding: dict[str, Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Raises TraceFormatError for what is no dtype of this torch."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TraceFormatError(f"this torch has no dtype {name!r}")
+    return dtype
+
+
+def view_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, read-only; valid as long as the tensor lives."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(b"")
+    # Not data_ptr() or numpy(): both copy the memory of a lazy clone (measured, torch 2.13).
+    view: memoryview = _memory_view(torch._C._data_address(tensor), num_bytes, _READ)
+    return view
+
+
+def shard_tensor(part: torch.Tensor, number: int) -> ShardTensor:
+    """A part as it stands in a shard; parts whose dtype safetensors lacks have been made bytes by `pack`."""
+    dtype = dtype_name(part.dtype)
+    entry = SHARD_DTYPES[dtype]
+    shape = shard_shape(dtype, tuple(part.shape))
+    return ShardTensor(number, entry.name, shape, entry.itemsize, view_bytes(part), owner=part)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape, with -1 for the ragged dims of a nested tensor."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    if tensor.layout is torch.jagged:
+        return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+    sizes = tensor._nested_tensor_size()
+    if not len(sizes):
+        return (0,) * tensor.dim()
+    first = sizes[0].tolist()
+    return (
+        len(sizes),
+        *(size if bool((sizes[:, dim] == size).all()) else -1 for dim, size in enumerate(first)),
+    )
+
+
+def summary_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The strided tensor whose statistics stand for this one: of a sparse or nested tensor, its values."""
+    if tensor.is_nested:
+        return tensor._values if tensor.layout is torch.jagged else tensor.values()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if str(tensor.layout).startswith("torch.sparse"):
+        return tensor.values()
+    return tensor
+
+
+# Packing ------------------------------------------------------------------------------------------
+
+
+def pack(tensor: torch.Tensor) -> Packed:
+    """Takes a tensor apart. Accelerator tensors are copied to the host.
+
+    Raises:
+      TypeError: a layout or subclass that the store does not know.
+    """
+    parts: list[torch.Tensor] = []
+    return Packed(parts, _pack(tensor.detach(), parts))
+
+
+def _pack(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, Any]:
+    if tensor.is_nested:
+        return _pack_nested(tensor, parts)
+    if tensor.layout is not torch.strided:
+        return _pack_sparse(tensor, parts)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise TypeError(f"no known way to store a {type(tensor).__qualname__}")
+    if tensor.device.type == "meta":
+        raise TypeError("a meta tensor has no data")
+    if tensor.is_quantized:
+        return _pack_quantized(tensor, parts)
+    expanded = expanded_dims(tensor)
+    if expanded:
+        core = tensor
+        for dim in expanded:
+            core = core.narrow(dim, 0, 1)
+        return {"form": "expanded", "shape": list(tensor.shape), "of": _pack(core, parts)}
+    tensor = _plain(tensor).cpu()
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    if is_shard_dtype(dtype, shape):
+        parts.append(_contiguous(tensor))
+        return {}
+    parts.append(_contiguous(tensor).reshape(-1).view(torch.uint8))
+    return {"form": "bytes", "dtype": dtype, "shape": list(shape)}
+
+
+def _pack_sparse(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, Any]:
+    layout = str(tensor.layout).removeprefix("torch.")
+    encoding: dict[str, Any] = {"form": layout, "shape": list(tensor.shape)}
+    if layout == "sparse_coo":
+        encoding["coalesced"] = tensor.is_coalesced()
+        components = [tensor._indices(), tensor._values()]
+    elif layout in ("sparse_csr", "sparse_bsr"):
+        components = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif layout in ("sparse_csc", "sparse_bsc"):
+        components = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif layout == "_mkldnn":
+        components = [tensor.to_dense()]
+    else:
+        raise TypeError(f"no known way to store layout {layout}")
+    encoding["parts"] = [_pack(component, parts) for component in components]
+    return encoding
+
+
+def _pack_nested(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, Any]:
+    if tensor.layout is torch.jagged:
+        nested: Any = tensor
+        values, offsets, lengths = nested._values, nested._offsets, nested._lengths
+        components = [values, offsets] if lengths is None else [values, offsets, lengths]
+        metadata = nested._metadata_cache or {}
+        return {
+            "form": "jagged",
+            "ragged_dim": nested._ragged_idx,
+            "min_length": _length(metadata.get("min_seqlen")),
+            "max_length": _length(metadata.get("max_seqlen")),
+            "parts": [_pack(component.detach(), parts) for component in components],
+        }
+    return {"form": "nested", "parts": [_pack(component, parts) for component in tensor.unbind()]}
+
+
+def _length(cached: torch.Tensor | None) -> int | None:
+    """Jagged tensors cache their shortest and longest length as the first dim of an empty tensor."""
+    return None if cached is None else int(cached.shape[0])
+
+
+def _pack_quantized(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, Any]:
+    tensor = tensor.cpu().contiguous()
+    encoding: dict[str, Any] = {
+        "form": "quantized",
+        "dtype": dtype_name(tensor.dtype),
+        "shape": list(tensor.shape),
+        "scheme": str(tensor.qscheme()).removeprefix("torch."),
+    }
+    parts.append(_raw_storage(tensor))
+    if "per_channel" in encoding["scheme"]:
+        encoding["axis"] = tensor.q_per_channel_axis()
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        encoding["parts"] = [_pack(scales, parts), _pack(zero_points, parts)]
+    else:
+        encoding["scale"], encoding["zero_point"] = tensor.q_scale(), tensor.q_zero_point()
+    return encoding
+
+
+def _raw_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage bytes of a contiguous tensor; sub-byte quantised dtypes pack several elements in one."""
+    num_bytes = _quantized_bytes(tensor)
+    raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    if num_bytes:
+        ctypes.memmove(raw.data_ptr(), torch._C._data_address(tensor), num_bytes)
+    return raw
+
+
+def _quantized_bytes(tensor: torch.Tensor) -> int:
+    per_byte = {torch.quint4x2: 2, torch.quint2x4: 4}.get(tensor.dtype)
+    if per_byte is None:
+        return tensor.numel() * tensor.element_size()
+    rows, row = math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.dim() else 1
+    return min(rows * -(-row // per_byte), tensor.untyped_storage().nbytes())
+
+
+def expanded_dims(tensor: torch.Tensor) -> list[int]:
+    """Dims in which a non-empty strided tensor repeats one element."""
+    if not tensor.numel():
+        return []
+    return [
+        dim
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        if size > 1 and not stride
+    ]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without lazy conjugation and negation, whose bytes are not the values."""
+    if tensor.is_complex():
+        tensor = tensor.resolve_conj()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.element_size() == 1 and not tensor.is_complex():
+        # Sub-byte dtypes have no copy kernel; their bytes do.
+        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    return tensor.contiguous()
+
+
+# Hashing ------------------------------------------------------------------------------------------
+
+
+def content_hash(tensor: torch.Tensor) -> str:
+    """`content_digest` in hexadecimal, as `StoredContent.hash` has it."""
+    return content_digest(tensor).hex()
+
+
+def content_digest(tensor: torch.Tensor, packed: Packed | None = None) -> bytes:
+    """xxh3-128 over dtype, shape and logical bytes.
+
+    Equal for equal values whatever the strides, thread count or process. Strided tensors whose last
+    bits differ (signed zeros, NaN payloads) differ.
+
+    Args:
+      tensor: any tensor that `pack` takes.
+      packed: what `pack(tensor)` returned, to spare packing again.
+    """
+    shape = ",".join(map(str, shape_of(tensor)))
+    hasher = xxhash.xxh3_128(f"{dtype_name(tensor.dtype)}[{shape}]".encode())
+    strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    num_bytes = tensor.numel() * tensor.element_size() if strided else 0
+    if packed is not None and packed.encoding.get("form") in (None, "bytes"):
+        hasher.update(view_bytes(packed.parts[0]))
+        return hasher.digest()
+    if strided and (num_bytes <= EXPANDED_HASH_BYTES or not expanded_dims(tensor)):
+        for chunk in _logical_chunks(tensor.detach()):
+            hasher.update(view_bytes(chunk))
+        return hasher.digest()
+    packed = pack(tensor) if packed is None else packed
+    hasher.update(_describe(packed.encoding).encode())
+    for part in packed.parts:
+        hasher.update(f"{dtype_name(part.dtype)}[{','.join(map(str, part.shape))}]".encode())
+        hasher.update(view_bytes(part))
+    return hasher.digest()
+
+
+def _describe(encoding: Any) -> str:
+    """The encoding as text that is the same in every process (keys sorted)."""
+    if isinstance(encoding, dict):
+        return "{" + ",".join(f"{key}:{_describe(encoding[key])}" for key in sorted(encoding)) + "}"
+    if isinstance(encoding, list):
+        return "[" + ",".join(map(_describe, encoding)) + "]"
+    return repr(encoding)
+
+
+def _logical_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A strided tensor as contiguous CPU pieces in logical order, small ones unless it is contiguous."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        yield tensor.cpu()
+        return
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes <= _CONTIGUOUS_BYTES and not expanded_dims(tensor):
+        yield _contiguous(_plain(tensor)).cpu()
+        return
+    yield from _sliced_chunks(tensor)
+
+
+def _sliced_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes <= _CHUNK_BYTES or tensor.dim() == 0:
+        yield _contiguous(_plain(tensor)).cpu()
+        return
+    size, stride = tensor.shape[0], tensor.stride(0)
+    row_bytes = num_bytes // size
+    if row_bytes > _CHUNK_BYTES:
+        for index in range(size):
+            yield from _sliced_chunks(tensor[index])
+        return
+    rows = max(1, _CHUNK_BYTES // row_bytes)
+    if stride == 0:  # the same rows again and again: copied once
+        block = _contiguous(_plain(tensor[:rows])).cpu()
+        for start in range(0, size, rows):
+            yield block[: min(rows, size - start)]
+        return
+    for start in range(0, size, rows):
+        yield _contiguous(_plain(tensor[start : start + rows])).cpu()
+
+
+# Unpacking ----------------------------------------------------------------------------------------
+
+
+def empty_part(dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
+    """An uninitialised part with a writable view of its memory, for the reader to fill."""
+    part = torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")
+    num_bytes = part.numel() * part.element_size()
+    if not num_bytes:
+        return part, memoryview(b"")
+    return part, _memory_view(part.data_ptr(), num_bytes, _WRITE)
+
+
+def num_parts(encoding: dict[str, Any]) -> int:
+    """How many parts an encoding consumes."""
+    form = encoding.get("form")
+    own = (
+        0 if form in ("expanded", "jagged", "nested") or (form or "").startswith(("sparse", "_mkldnn")) else 1
+    )
+    inner = num_parts(encoding["of"]) if form == "expanded" else 0
+    return own + inner + sum(num_parts(part) for part in encoding.get("parts", ()))
+
+
+def unpack(parts: list[torch.Tensor], encoding: dict[str, Any]) -> torch.Tensor:
+    """The inverse of `pack`.
+
+    Raises:
+      TraceFormatError: an encoding that this version does not know.
+    """
+    remaining = iter(parts)
+    try:
+        return _unpack(remaining, encoding)
+    except StopIteration as error:
+        raise TraceFormatError(
+            f"encoding {encoding!r} needs more parts than the {len(parts)} stored"
+        ) from error
+    except KeyError as error:
+        raise TraceFormatError(f"encoding {encoding!r} lacks {error}") from error
+
+
+def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Tensor:
+    form = encoding.get("form")
+    if form is None:
+        return next(parts)
+    if form == "bytes":
+        return next(parts).view(dtype_from_name(encoding["dtype"])).reshape(encoding["shape"])
+    if form == "expanded":
+        return _unpack(parts, encoding["of"]).expand(encoding["shape"])
+    if form == "quantized":
+        return _unpack_quantized(parts, encoding)
+    components = [_unpack(parts, part) for part in encoding.get("parts", ())]
+    if form == "nested":
+        return torch._nested_tensor_from_tensor_list(components)
+    if form == "jagged":
+        return torch.nested.nested_tensor_from_jagged(
+            components[0],
+            components[1],
+            components[2] if len(components) > 2 else None,
+            jagged_dim=encoding["ragged_dim"],
+            min_seqlen=encoding["min_length"],
+            max_seqlen=encoding["max_length"],
+        )
+    if form == "sparse_coo":
+        indices, values = components
+        return torch.sparse_coo_tensor(
+            indices, values, encoding["shape"], is_coalesced=encoding["coalesced"], check_invariants=False
+        )
+    if form in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"):
+        compressed, plain, values = components
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, encoding["shape"], layout=getattr(torch, form), check_invariants=False
+        )
+    if form == "_mkldnn":
+        return components[0].to_mkldnn()
+    raise TraceFormatError(f"unknown encoding {form!r}")
+
+
+def _unpack_quantized(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Tensor:
+    raw = next(parts)
+    dtype = dtype_from_name(encoding["dtype"])
+    if "axis" in encoding:
+        scales, zero_points = (_unpack(parts, part) for part in encoding["parts"])
+        tensor = torch._empty_per_channel_affine_quantized(
+            encoding["shape"],
+            scales=scales,
+            zero_points=zero_points,
+            axis=encoding["axis"],
+            dtype=dtype,
+            device="cpu",
+        )
+    else:
+        tensor = torch._empty_affine_quantized(
+            encoding["shape"],
+            scale=encoding["scale"],
+            zero_point=encoding["zero_point"],
+            dtype=dtype,
+            device="cpu",
+        )
+    if raw.numel():
+        ctypes.memmove(tensor.data_ptr(), raw.data_ptr(), raw.numel())
+    return tensor

@@ -1,0 +1,387 @@
+"""Reads one rank's part of a trace, torch-free until a tensor is asked for.
+
+What it must guarantee: opening decodes no records (an index of a million records opens in about the
+time its checksums take); what is whole stays readable, what is not is listed in `problems`; names in a
+trace are data and never become paths, but for file names that match the patterns of `frames`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+from dispatch_trace.errors import NotATraceError, NotExecutableError, SchemaVersionError, TraceFormatError
+from dispatch_trace.schema import SCHEMA_VERSION, StepInfo, StoredContent, StoredRecord
+from dispatch_trace.store.dtypes import BYTES_NUMPY, array_from_bytes, torch_type
+from dispatch_trace.store.frames import SHARD_NAME, SegmentScan, list_segments
+from dispatch_trace.store.records import RecordsFrame
+from dispatch_trace.store.shards import Shard, hash_file
+
+if TYPE_CHECKING:
+    import torch
+
+_RANK_NAME = re.compile(r"rank(\d+)")
+_CACHED_FRAMES = 8
+
+
+def open_ranks(path: str | os.PathLike[str]) -> list[RankReader]:
+    """The ranks of a trace, in order. A single rank's directory is taken as well.
+
+    Raises:
+      NotATraceError: the path does not exist, or holds no rank with an index.
+      TraceFormatError: a rank has no readable header.
+      SchemaVersionError: it was written by a newer version of this package.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise NotATraceError(f"{root} does not exist")
+    if not root.is_dir():
+        raise NotATraceError(f"{root} is a file; a trace is a directory with rank0/ in it")
+    if list_segments(root) and (match := _RANK_NAME.fullmatch(root.resolve().name)):
+        return [RankReader(root, int(match[1]))]
+    numbered = [
+        (int(match[1]), entry) for entry in root.iterdir() if (match := _RANK_NAME.fullmatch(entry.name))
+    ]
+    ranks = [(rank, entry) for rank, entry in sorted(numbered) if entry.is_dir() and list_segments(entry)]
+    if not ranks:
+        raise NotATraceError(
+            f"{root} is no trace: it holds no rank directory with an index (rank0/index-00000.msgpack)"
+        )
+    return [RankReader(entry, rank) for rank, entry in ranks]
+
+
+class _FrameEntry:
+    """Where a records frame lies, and which records and contents it holds."""
+
+    __slots__ = (
+        "first_content",
+        "first_seq",
+        "last_seq",
+        "length",
+        "num_contents",
+        "num_records",
+        "offset",
+        "path",
+    )
+
+    def __init__(self, path: Path, offset: int, length: int, frame: dict[str, Any]) -> None:
+        self.path = path
+        self.offset = offset
+        self.length = length
+        self.num_records: int = frame["num_records"]
+        self.num_contents: int = frame["num_contents"]
+        self.first_content: int = frame["first_content"]
+        self.first_seq: int = frame["first_seq"]
+        self.last_seq: int = frame["last_seq"]
+
+
+class RankReader:
+    """One rank of a trace.
+
+    Attributes:
+      path: the rank's directory.
+      rank: its number.
+      header: the header frame.
+      end: the end frame, None when the trace was never closed.
+      problems: what is wrong with the files, in words; empty when nothing is.
+      steps: the steps, by number and model.
+      num_records, num_contents: how many can be read.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        self.header: dict[str, Any] = {}
+        self.end: dict[str, Any] | None = None
+        self.problems: list[str] = []
+        self._entries: list[_FrameEntry] = []
+        self._shards: dict[int, dict[str, Any]] = {}
+        self._opened: dict[int, Shard] = {}
+        self._frames: OrderedDict[int, RecordsFrame] = OrderedDict()
+        self._sketches: tuple[tuple[int, int], np.ndarray[Any, Any]] | None = None
+        steps: dict[tuple[int, str], StepInfo] = {}
+        for number, segment in enumerate(list_segments(path)):
+            if segment.name != f"index-{number:05d}.msgpack":
+                self.problems.append(f"index-{number:05d}.msgpack is missing")
+                break
+            self._scan(segment, steps)
+        if not self.header:
+            raise TraceFormatError(
+                f"{path} has no readable header: {'; '.join(self.problems) or 'no frames'}"
+            )
+        self.steps = sorted(steps.values(), key=lambda step: (step.step, step.model))
+        self.num_records = sum(entry.num_records for entry in self._entries)
+        self.num_contents = sum(entry.num_contents for entry in self._entries)
+        self._by_content = sorted(
+            (entry.first_content, index) for index, entry in enumerate(self._entries) if entry.num_contents
+        )
+        self._check_shards()
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "closed" if self.closed else "open"
+        return f"RankReader({str(self.path)!r}, rank {self.rank}, {self.num_records} records, {state})"
+
+    @property
+    def closed(self) -> bool:
+        """The trace has its end frame."""
+        return self.end is not None
+
+    @property
+    def complete(self) -> bool:
+        """Closed, nothing dropped, nothing wrong with the files."""
+        return self.end is not None and not self.end.get("dropped") and not self.problems
+
+    # Records --------------------------------------------------------------------------------------
+
+    def records(self, **where: Any) -> Iterator[StoredRecord]:
+        """The records in the order of writing.
+
+        Args:
+          where: values that columns of the record must equal (kind, step, model, grad_phase, module,
+            call, op, n, overload, name, note, seq, producer, opened, thread), checked before records are built.
+        """
+        for index in range(len(self._entries)):
+            frame = self._frame(index)
+            yield from frame.records(frame.rows(where))
+
+    def record(self, seq: int) -> StoredRecord:
+        """The record with this sequence number.
+
+        Raises:
+          KeyError: there is none.
+        """
+        for index, entry in enumerate(self._entries):
+            if entry.first_seq <= seq <= entry.last_seq:
+                frame = self._frame(index)
+                row = frame.row_of(seq)
+                if row is not None:
+                    return frame.record(row)
+        raise KeyError(f"rank {self.rank} holds no record {seq}")
+
+    # Contents -------------------------------------------------------------------------------------
+
+    def content(self, id: int) -> StoredContent:
+        """What is known of a content.
+
+        Raises:
+          KeyError: there is none with this number.
+        """
+        return self._frame_of(id).content(id)
+
+    def contents(self) -> Iterator[StoredContent]:
+        """All contents in the order of writing."""
+        for index, entry in enumerate(self._entries):
+            frame = self._frame(index)
+            for offset in range(entry.num_contents):
+                yield frame.content(entry.first_content + offset)
+
+    def sketch(self, id: int) -> np.ndarray[Any, Any] | None:
+        """[k] float32, or None where none was taken.
+
+        Raises:
+          TraceFormatError: the shard that holds it is missing or corrupt.
+        """
+        frame = self._frame_of(id)
+        row = frame.sketch_row(id)
+        if row < 0 or frame.sketch is None:
+            return None
+        if self._sketches is None or self._sketches[0] != frame.sketch:
+            shard_number, number = frame.sketch
+            shard = self._shard(shard_number)
+            _, shape, _ = shard.entry(number)
+            table = np.frombuffer(shard.read(number), dtype="<f4").reshape(shape)
+            self._sketches = (frame.sketch, table)
+        found: np.ndarray[Any, Any] = self._sketches[1][row]
+        return found
+
+    def array(self, id: int) -> np.ndarray[Any, Any] | None:
+        """The data as NumPy has it (bfloat16 widened to float32), without torch.
+
+        Returns: None without data, and for dtypes and layouts that NumPy lacks. Read-only when expanded.
+        Raises:
+          TraceFormatError: the shard that holds it is missing or corrupt.
+        """
+        frame = self._frame_of(id)
+        content = frame.content(id)
+        if not content.has_data:
+            return None
+        shape, encoding = content.shape, content.encoding
+        core_shape = shape
+        if encoding.get("form") == "expanded":
+            encoding = encoding["of"]
+            core_shape = None
+        if encoding.get("form") not in (None, "bytes"):
+            return None
+        if encoding.get("form") == "bytes" and content.dtype not in BYTES_NUMPY:
+            return None
+        shard_number, number = frame.place(id)
+        shard = self._shard(shard_number)
+        if core_shape is None:
+            core_shape = tuple(encoding["shape"]) if encoding else shard.entry(number)[1]
+        array = array_from_bytes(shard.read(number), content.dtype, core_shape)
+        return array if array is None or core_shape == shape else np.broadcast_to(array, shape)
+
+    def tensor(self, id: int) -> torch.Tensor:
+        """The data, bit-exact, in its dtype and layout, on the CPU. Imports torch.
+
+        Raises:
+          NotExecutableError: no data was kept.
+          TraceFormatError: the shard that holds it is missing or corrupt.
+        """
+        from dispatch_trace.store import layouts
+
+        frame = self._frame_of(id)
+        content = frame.content(id)
+        if not content.has_data:
+            raise NotExecutableError(
+                f"content {id} ({content.dtype} {list(content.shape)}) was recorded without data. "
+                "Record with save='tensors' or, for leaves, save='leaves'."
+            )
+        shard_number, number = frame.place(id)
+        shard = self._shard(shard_number)
+        parts = []
+        for offset in range(layouts.num_parts(content.encoding)):
+            dtype, shape, _ = shard.entry(number + offset)
+            part, memory = layouts.empty_part(*torch_type(dtype, shape))
+            shard.read_into(number + offset, memory)
+            parts.append(part)
+        return layouts.unpack(parts, content.encoding)
+
+    # Soundness ------------------------------------------------------------------------------------
+
+    def verify(self) -> list[str]:
+        """Everything that is wrong with the files: frames, shards, hashes of all kept data, counts.
+
+        Returns: problems in words, empty when the trace is sound. An unclosed trace is a problem.
+        """
+        problems = list(self.problems)
+        if self.end is None:
+            problems.append("no end frame: the trace was not closed")
+        for number, info in sorted(self._shards.items()):
+            try:
+                self._shard(number)
+                if hash_file(self.path / info["file"]) != info["hash"]:
+                    problems.append(f"{info['file']} is corrupt: its bytes do not match the index")
+            except (TraceFormatError, OSError) as error:
+                problems.append(str(error))
+        problems += self._verify_contents()
+        if self.end is not None:
+            for key, count in (("num_records", self.num_records), ("num_contents", self.num_contents)):
+                lost = self.end["dropped"].get("records not written", 0)
+                if self.end[key] != count and not lost:
+                    problems.append(f"the end frame counts {key}={self.end[key]}; {count} can be read")
+        return list(dict.fromkeys(problems))
+
+    def _verify_contents(self) -> list[str]:
+        problems = []
+        for content in self.contents():
+            if not content.has_data or not content.hash:
+                continue
+            from dispatch_trace.store import layouts
+
+            try:
+                if layouts.content_hash(self.tensor(content.id)) != content.hash:
+                    problems.append(f"content {content.id}: its data does not match its hash")
+            except TraceFormatError as error:
+                problems.append(str(error))
+        return problems
+
+    # Files ----------------------------------------------------------------------------------------
+
+    def _scan(self, segment: Path, steps: dict[tuple[int, str], StepInfo]) -> None:
+        scan = SegmentScan(segment)
+        for offset, length, payload in scan:
+            try:
+                frame = msgpack.unpackb(payload, strict_map_key=False)
+                self._take_frame(segment, offset, length, frame, steps)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                if isinstance(error, SchemaVersionError):
+                    raise
+                self.problems.append(f"{segment.name}: the frame at byte {offset} cannot be read ({error})")
+        self.problems += scan.problems
+
+    def _take_frame(
+        self,
+        segment: Path,
+        offset: int,
+        length: int,
+        frame: dict[str, Any],
+        steps: dict[tuple[int, str], StepInfo],
+    ) -> None:
+        kind = frame["type"]
+        if kind == "header":
+            version = frame["schema_version"]
+            if version > SCHEMA_VERSION:
+                raise SchemaVersionError(
+                    f"{self.path} has schema version {version}; this package reads up to {SCHEMA_VERSION}. "
+                    "Upgrade dispatch_trace."
+                )
+            self.header = frame
+        elif kind == "records":
+            self._entries.append(_FrameEntry(segment, offset, length, frame))
+        elif kind == "shard":
+            if not SHARD_NAME.fullmatch(frame["file"]):
+                raise TraceFormatError(f"{frame['file']!r} is no name of a shard")
+            self._shards[frame["number"]] = frame
+        elif kind == "step":
+            step = StepInfo(step=frame["step"], model=frame["model"], meta=frame["meta"])
+            steps[(step.step, step.model)] = step
+        elif kind == "end":
+            self.end = frame
+
+    def _check_shards(self) -> None:
+        for info in self._shards.values():
+            try:
+                size = (self.path / info["file"]).stat().st_size
+            except OSError:
+                self.problems.append(f"{info['file']} is missing")
+                continue
+            if size != info["num_bytes"]:
+                self.problems.append(f"{info['file']} has {size} bytes; the index says {info['num_bytes']}")
+
+    def _shard(self, number: int) -> Shard:
+        shard = self._opened.get(number)
+        if shard is None:
+            info = self._shards.get(number)
+            if info is None:
+                raise TraceFormatError(f"{self.path}: the index lists no shard {number}")
+            shard = self._opened[number] = Shard(self.path / info["file"], info["num_bytes"])
+        return shard
+
+    def _frame(self, index: int) -> RecordsFrame:
+        frame = self._frames.get(index)
+        if frame is not None:
+            self._frames.move_to_end(index)
+            return frame
+        entry = self._entries[index]
+        try:
+            with entry.path.open("rb") as file:
+                file.seek(entry.offset)
+                frame = RecordsFrame(
+                    msgpack.unpackb(file.read(entry.length), strict_map_key=False), self.rank
+                )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise TraceFormatError(
+                f"{entry.path}: the frame at byte {entry.offset} cannot be read: {error}"
+            ) from error
+        self._frames[index] = frame
+        if len(self._frames) > _CACHED_FRAMES:
+            self._frames.popitem(last=False)
+        return frame
+
+    def _frame_of(self, id: int) -> RecordsFrame:
+        position = bisect.bisect_right(self._by_content, (id, len(self._entries))) - 1
+        if position >= 0:
+            index = self._by_content[position][1]
+            entry = self._entries[index]
+            if entry.first_content <= id < entry.first_content + entry.num_contents:
+                return self._frame(index)
+        raise KeyError(f"rank {self.rank} holds no content {id}")

@@ -1,0 +1,341 @@
+"""Batches of records to columns of one frame, and back.
+
+Every frame stands alone: strings and plain values are interned per frame, so that a lost frame loses
+only its own records, and so that a filter costs one look into a short table. Nothing here needs torch.
+
+The hot half is `encode_records`: it runs on the writer's thread and holds the interpreter lock, so it
+works column by column, with C-level calls (`attrgetter`, `zip`) wherever there is a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from dispatch_trace.errors import TraceFormatError
+from dispatch_trace.schema import STATISTICS, RawRecord, StoredContent, StoredRecord, StoredSlot
+from dispatch_trace.store.columns import (
+    Column,
+    Interner,
+    decode_column,
+    int_column,
+    pack_plain,
+    unpack_plain,
+    value_column,
+)
+
+LIGHT, RANDOM = 1, 2
+IS_TENSOR, LEAF, UNINITIALISED = 1, 2, 4
+
+_RECORD_STRINGS = ("kind", "model", "grad_phase", "module", "op", "overload", "name", "note")
+_RECORD_NUMBERS = ("seq", "step", "call", "n", "producer", "opened", "thread")
+_record_strings = attrgetter(*_RECORD_STRINGS)
+_record_numbers = attrgetter(*_RECORD_NUMBERS)
+
+_SLOT_STRINGS = ("name", "role", "note")
+_SLOT_NUMBERS = ("storage", "storage_bytes", "alignment")
+_slot_strings = attrgetter(*_SLOT_STRINGS)
+_slot_numbers = attrgetter(*_SLOT_NUMBERS)
+_slot_geometry = attrgetter("dtype", "shape", "strides", "offset", "device", "layout")
+
+
+@dataclass(slots=True)
+class ContentRow:
+    """What the writer learnt of one content; `tensor` is the number of its first part, -1 without data."""
+
+    id: int
+    dtype: str
+    shape: tuple[int, ...]
+    hash: bytes = b""
+    stats: dict[str, int | float | None] = field(default_factory=dict)
+    sketch_row: int = -1
+    shard: int = -1
+    tensor: int = -1
+    encoding: dict[str, Any] = field(default_factory=dict)
+
+
+def encode_records(
+    records: Sequence[RawRecord], contents: Sequence[ContentRow], sketch: tuple[int, int] | None
+) -> bytes:
+    """One `records` frame.
+
+    Args:
+      records: in the order in which they shall be read.
+      contents: those processed with these records, ids ascending without gaps.
+      sketch: (shard, tensor number) of the batch's sketches.
+    """
+    strings, values = Interner(), Interner()
+    frame = {
+        "type": "records",
+        "num_records": len(records),
+        "num_contents": len(contents),
+        "first_content": contents[0].id if contents else -1,
+        "first_seq": min((record.seq for record in records), default=-1),
+        "last_seq": max((record.seq for record in records), default=-1),
+        "sketch": list(sketch) if sketch is not None else None,
+    }
+    slots = [slot for record in records for slot in record.slots]
+    producers = [producer for slot in slots for producer in slot.producers]
+    frame["num_slots"] = len(slots)
+    frame["num_producers"] = len(producers)
+    frame["record"] = pack_plain(_record_table(records, strings, values))
+    frame["slot"] = pack_plain(_slot_table(slots, strings, values))
+    frame["producer"] = pack_plain(
+        {
+            "seq": int_column([seq for seq, _ in producers]),
+            "slot": int_column([slot for _, slot in producers]),
+        }
+    )
+    frame["content"] = pack_plain(_content_table(contents, values))
+    frame["strings"] = pack_plain(strings.entries)
+    # Entries are packed already; a msgpack array is its header followed by them.
+    frame["values"] = _array_header(len(values.entries)) + b"".join(values.entries)
+    return pack_plain(frame)
+
+
+def _array_header(length: int) -> bytes:
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
+def _interned(columns: list[tuple[Any, ...]], names: Sequence[str], strings: Interner) -> dict[str, Column]:
+    table: dict[str, Column] = {}
+    for name, column in zip(names, columns, strict=True):
+        local = {text: strings.number(text) for text in dict.fromkeys(column)}
+        table[name] = int_column([local[text] for text in column])
+    return table
+
+
+def _transpose(rows: list[tuple[Any, ...]], width: int) -> list[tuple[Any, ...]]:
+    return list(zip(*rows, strict=True)) if rows else [()] * width
+
+
+def _record_table(records: Sequence[RawRecord], strings: Interner, values: Interner) -> dict[str, Column]:
+    columns = _transpose([_record_strings(record) for record in records], len(_RECORD_STRINGS))
+    table = _interned(columns, _RECORD_STRINGS, strings)
+    numbers = _transpose([_record_numbers(record) for record in records], len(_RECORD_NUMBERS))
+    table.update((name, int_column(column)) for name, column in zip(_RECORD_NUMBERS, numbers, strict=True))
+    sources = [record.source or ("", -1) for record in records]
+    table["source_file"] = int_column([strings.number(file) for file, _ in sources])
+    table["source_line"] = int_column([line for _, line in sources])
+    table["flags"] = int_column([record.light * LIGHT | record.random * RANDOM for record in records])
+    table["args"] = int_column([values.number(pack_plain(record.args)) for record in records])
+    table["num_slots"] = int_column([len(record.slots) for record in records])
+    return table
+
+
+def _slot_table(slots: Sequence[Any], strings: Interner, values: Interner) -> dict[str, Column]:
+    columns = _transpose([_slot_strings(slot) for slot in slots], len(_SLOT_STRINGS))
+    table = _interned(columns, _SLOT_STRINGS, strings)
+    numbers = _transpose([_slot_numbers(slot) for slot in slots], len(_SLOT_NUMBERS))
+    table.update((name, int_column(column)) for name, column in zip(_SLOT_NUMBERS, numbers, strict=True))
+    table["flags"] = int_column(
+        [slot.is_tensor * IS_TENSOR | slot.leaf * LEAF | slot.uninitialised * UNINITIALISED for slot in slots]
+    )
+    # Packed once per distinct geometry, found again by the tuple itself.
+    geometries: dict[tuple[Any, ...], int] = {}
+    numbers_of_slots = []
+    for geometry in map(_slot_geometry, slots):
+        number = geometries.get(geometry)
+        if number is None:
+            number = geometries[geometry] = values.number(pack_plain(geometry))
+        numbers_of_slots.append(number)
+    table["geometry"] = int_column(numbers_of_slots)
+    table["value"] = int_column(
+        [-1 if slot.value is None else values.number(pack_plain(slot.value)) for slot in slots]
+    )
+    table["content"] = int_column([-1 if slot.content is None else slot.content.id for slot in slots])
+    table["num_producers"] = int_column([len(slot.producers) for slot in slots])
+    return table
+
+
+def _content_table(contents: Sequence[ContentRow], values: Interner) -> dict[str, Column]:
+    table = {
+        "type": int_column([values.number(pack_plain((row.dtype, row.shape))) for row in contents]),
+        "hash": value_column([row.hash for row in contents]),
+        "sketch_row": int_column([row.sketch_row for row in contents]),
+        "shard": int_column([row.shard for row in contents]),
+        "tensor": int_column([row.tensor for row in contents]),
+        "encoding": int_column(
+            [values.number(pack_plain(row.encoding)) if row.encoding else -1 for row in contents]
+        ),
+        "summarised": int_column([bool(row.stats) for row in contents]),
+    }
+    for name in STATISTICS:
+        table[f"stat.{name}"] = value_column([row.stats.get(name) for row in contents])
+    return table
+
+
+# Decoding -----------------------------------------------------------------------------------------
+
+
+class _Table:
+    """A table of a frame; each column is decoded when first asked for."""
+
+    def __init__(self, packed: bytes, num_rows: int) -> None:
+        self._columns: dict[str, Column] = unpack_plain(packed)
+        self._decoded: dict[str, list[Any]] = {}
+        self.num_rows = num_rows
+
+    def __getitem__(self, name: str) -> list[Any]:
+        decoded = self._decoded.get(name)
+        if decoded is None:
+            column = self._columns.get(name)
+            if column is None:
+                raise TraceFormatError(f"a records frame lacks the column {name!r}")
+            decoded = self._decoded[name] = decode_column(column, self.num_rows)
+        return decoded
+
+
+class RecordsFrame:
+    """One `records` frame, decoded as far as it was asked."""
+
+    def __init__(self, frame: dict[str, Any], rank: int) -> None:
+        self._rank = rank
+        self.num_records: int = frame["num_records"]
+        self.num_contents: int = frame["num_contents"]
+        self.first_content: int = frame["first_content"]
+        self.sketch: tuple[int, int] | None = tuple(frame["sketch"]) if frame["sketch"] is not None else None
+        self._record = _Table(frame["record"], self.num_records)
+        self._slot = _Table(frame["slot"], frame["num_slots"])
+        self._producer = _Table(frame["producer"], frame["num_producers"])
+        self._content = _Table(frame["content"], self.num_contents)
+        self._packed_strings: bytes = frame["strings"]
+        self._packed_values: bytes = frame["values"]
+        self._strings: list[str] | None = None
+        self._values: list[Any] | None = None
+        self._slot_starts: list[int] | None = None
+        self._producer_starts: list[int] | None = None
+
+    @property
+    def strings(self) -> list[str]:
+        if self._strings is None:
+            self._strings = unpack_plain(self._packed_strings)
+        return self._strings
+
+    @property
+    def values(self) -> list[Any]:
+        if self._values is None:
+            self._values = unpack_plain(self._packed_values)
+        return self._values
+
+    def rows(self, where: dict[str, Any]) -> Sequence[int]:
+        """The rows whose columns equal the given values, found without building records.
+
+        Raises:
+          KeyError: no such column.
+        """
+        rows: Sequence[int] = range(self.num_records)
+        for name, wanted in where.items():
+            if name in _RECORD_STRINGS:
+                if wanted not in self.strings:
+                    return ()
+                wanted = self.strings.index(wanted)
+            elif name not in _RECORD_NUMBERS:
+                raise KeyError(name)
+            column = self._record[name]
+            rows = [row for row in rows if column[row] == wanted]
+        return rows
+
+    def row_of(self, seq: int) -> int | None:
+        """The row of the record with this sequence number."""
+        column = self._record["seq"]
+        row = seq - column[0] if column else 0
+        if 0 <= row < len(column) and column[row] == seq:  # nearly always: no gaps
+            return row
+        return column.index(seq) if seq in column else None
+
+    def record(self, row: int) -> StoredRecord:
+        record, strings = self._record, self.strings
+        texts = {name: strings[record[name][row]] for name in _RECORD_STRINGS}
+        numbers = {name: record[name][row] for name in _RECORD_NUMBERS}
+        flags, line = record["flags"][row], record["source_line"][row]
+        start = self._starts()[row]
+        slots = tuple(self._build_slot(start + index, index) for index in range(record["num_slots"][row]))
+        return StoredRecord(
+            rank=self._rank,
+            args=tuple((name, value) for name, value in self.values[record["args"][row]]),
+            slots=slots,
+            source=(strings[record["source_file"][row]], line) if line >= 0 else None,
+            light=bool(flags & LIGHT),
+            random=bool(flags & RANDOM),
+            **texts,  # type: ignore[arg-type]
+            **numbers,
+        )
+
+    def records(self, rows: Sequence[int]) -> Iterator[StoredRecord]:
+        for row in rows:
+            yield self.record(row)
+
+    def _starts(self) -> list[int]:
+        if self._slot_starts is None:
+            self._slot_starts = _running_sum(self._record["num_slots"])
+            self._producer_starts = _running_sum(self._slot["num_producers"])
+        return self._slot_starts
+
+    def _build_slot(self, row: int, index: int) -> StoredSlot:
+        slot, strings = self._slot, self.strings
+        dtype, shape, strides, offset, device, layout = self.values[slot["geometry"][row]]
+        flags, value = slot["flags"][row], slot["value"][row]
+        producers: tuple[tuple[int, int], ...] = ()
+        if count := slot["num_producers"][row]:
+            assert self._producer_starts is not None
+            first = self._producer_starts[row]
+            span = slice(first, first + count)
+            producers = tuple(zip(self._producer["seq"][span], self._producer["slot"][span], strict=True))
+        return StoredSlot(
+            name=strings[slot["name"][row]],
+            role=strings[slot["role"][row]],
+            index=index,
+            value=self.values[value] if value >= 0 else None,
+            is_tensor=bool(flags & IS_TENSOR),
+            dtype=dtype,
+            shape=tuple(shape),
+            strides=tuple(strides) if strides is not None else None,
+            offset=offset,
+            device=device,
+            layout=layout,
+            storage=slot["storage"][row],
+            storage_bytes=slot["storage_bytes"][row],
+            alignment=slot["alignment"][row],
+            content=slot["content"][row],
+            producers=producers,
+            leaf=bool(flags & LEAF),
+            uninitialised=bool(flags & UNINITIALISED),
+            note=strings[slot["note"][row]],
+        )
+
+    def content(self, content_id: int) -> StoredContent:
+        content, row = self._content, content_id - self.first_content
+        dtype, shape = self.values[content["type"][row]]
+        encoding = content["encoding"][row]
+        stats = {}
+        if content["summarised"][row]:
+            stats = {name: content[f"stat.{name}"][row] for name in STATISTICS}
+        return StoredContent(
+            id=content_id,
+            dtype=dtype,
+            shape=tuple(shape),
+            hash=bytes(content["hash"][row] or b"").hex(),
+            stats=stats,
+            has_sketch=content["sketch_row"][row] >= 0,
+            has_data=content["shard"][row] >= 0,
+            encoding=self.values[encoding] if encoding >= 0 else {},
+        )
+
+    def place(self, content_id: int) -> tuple[int, int]:
+        """(shard, number of the first part) of a content; (-1, -1) without data."""
+        row = content_id - self.first_content
+        return self._content["shard"][row], self._content["tensor"][row]
+
+    def sketch_row(self, content_id: int) -> int:
+        row: int = self._content["sketch_row"][content_id - self.first_content]
+        return row
+
+
+def _running_sum(counts: list[int]) -> list[int]:
+    sums: list[int] = np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).tolist()
+    return sums
