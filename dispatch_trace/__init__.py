@@ -1,0 +1,71 @@
+"""dispatch_trace: names the first op that introduces a numerical error.
+
+Records what every op and module of a PyTorch model computed, lines two recordings up, and says where
+the numbers go wrong. The public names load on first use, so that reading a trace imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "record": "dispatch_trace.recorder",
+    "check_observer": "dispatch_trace.recorder",
+    "capture_tensor": "dispatch_trace.capture.inline",
+    "open": "dispatch_trace.session",
+    "align": "dispatch_trace.session",
+    "Trace": "dispatch_trace.session",
+    "Record": "dispatch_trace.session",
+    "Alignment": "dispatch_trace.session",
+    "Finding": "dispatch_trace.judge.verdict",
+    "DispatchTraceError": "dispatch_trace.errors",
+    "ConfigError": "dispatch_trace.errors",
+    "PatternError": "dispatch_trace.errors",
+    "NoMatchError": "dispatch_trace.errors",
+    "HookAfterCompileError": "dispatch_trace.errors",
+    "CaptureError": "dispatch_trace.errors",
+    "TraceExistsError": "dispatch_trace.errors",
+    "NotATraceError": "dispatch_trace.errors",
+    "TraceFormatError": "dispatch_trace.errors",
+    "SchemaVersionError": "dispatch_trace.errors",
+    "NotExecutableError": "dispatch_trace.errors",
+    "RenameError": "dispatch_trace.errors",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from dispatch_trace.capture.inline import capture_tensor as capture_tensor
+    from dispatch_trace.errors import (
+        CaptureError as CaptureError,
+        ConfigError as ConfigError,
+        DispatchTraceError as DispatchTraceError,
+        HookAfterCompileError as HookAfterCompileError,
+        NoMatchError as NoMatchError,
+        NotATraceError as NotATraceError,
+        NotExecutableError as NotExecutableError,
+        PatternError as PatternError,
+        RenameError as RenameError,
+        SchemaVersionError as SchemaVersionError,
+        TraceExistsError as TraceExistsError,
+        TraceFormatError as TraceFormatError,
+    )
+    from dispatch_trace.judge.verdict import Finding as Finding
+    from dispatch_trace.recorder import check_observer as check_observer, record as record
+    from dispatch_trace.session import Alignment as Alignment, Record as Record, Trace as Trace
+    from dispatch_trace.session import align as align, open as open

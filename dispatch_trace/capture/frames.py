@@ -1,0 +1,272 @@
+"""Whose code is running: steps, module calls, grad phases, and the counters behind the site key.
+
+Guarantees: one `Frame` per module call in progress, a stack per thread; counters run per
+(step, grad_phase); backward ops find the forward call that they belong to through autograd's sequence
+numbers. Leaves to others what is recorded at a site (`ops`, `modules`) and how (`snapshot`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dispatch_trace.schema import NO_CALL, GradPhase
+
+_current_node = torch._C._current_autograd_node
+_sequence_nr = torch._C._autograd._get_sequence_nr
+# AccumulateGrad and hooks carry the largest sequence number, so that they run first; no forward op owns them.
+_NO_SEQUENCE_NR = 2**62
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+class Frame:
+    """One module call (or the room outside all calls), with the op counters of its own body.
+
+    Attributes:
+      model, path, call, phase, step: the part of the site key that the call fixes.
+      module: the module object; None outside all calls.
+      parent: the enclosing frame of the same thread.
+      records_ops, records_module: whether the selection wants the ops of this body, and its return.
+      counts: op base name -> how often it ran in this body.
+      opened: record counter when the call was entered.
+      inputs: input slots, taken at entry.
+      entered: `forward` has been entered; a second entry by the same object is a call of its own.
+    """
+
+    __slots__ = (
+        "call",
+        "counts",
+        "entered",
+        "inputs",
+        "model",
+        "module",
+        "opened",
+        "parent",
+        "path",
+        "phase",
+        "records_module",
+        "records_ops",
+        "step",
+    )
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        path: str,
+        call: int,
+        phase: GradPhase,
+        step: int,
+        module: torch.nn.Module | None,
+        parent: Frame | None,
+        records_ops: bool,
+        records_module: bool,
+    ) -> None:
+        self.model = model
+        self.path = path
+        self.call = call
+        self.phase: GradPhase = phase
+        self.step = step
+        self.module = module
+        self.parent = parent
+        self.records_ops = records_ops
+        self.records_module = records_module
+        self.counts: dict[str, int] = {}
+        self.opened = 0
+        self.inputs: list[Any] = []
+        self.entered = False
+
+
+class ThreadState(threading.local):
+    """What one thread is in the middle of.
+
+    Attributes:
+      frame: innermost module call, None outside.
+      busy: the recorder itself is running ops; nothing is recorded.
+      number: 0 for the thread that opened the recorder, then 1, 2, …
+      marks, owners: ascending autograd sequence numbers, and the frame that owns nodes from there on.
+      modes: dispatch modes that the recorder entered in this thread.
+    """
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.busy = False
+        self.number = -1
+        self.marks: list[int] = []
+        self.owners: list[Frame | None] = []
+        self.modes = 0
+
+
+class ModuleTable:
+    """The modules of one or several root models: object -> every path that reaches it.
+
+    `named_modules()` drops a module that is registered twice; here each path counts, because the same
+    object called through `dec.fc` belongs there and not to `enc.fc`.
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[int, list[tuple[str, str]]] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
+        self.roots: dict[str, torch.nn.Module] = {}
+
+    def add_root(self, model: str, root: torch.nn.Module) -> None:
+        """Registers `root` and all that is below it under the name `model`."""
+        self.roots[model] = root
+        # A shared submodule is listed under each parent; a cycle ends at the first object seen on the way down.
+        stack: list[tuple[str, torch.nn.Module, frozenset[int]]] = [("", root, frozenset())]
+        while stack:
+            path, module, above = stack.pop()
+            while hasattr(module, "_orig_mod") and isinstance(module._orig_mod, torch.nn.Module):
+                self._register(model, path, module)  # the compiled wrapper answers to the same path
+                module = module._orig_mod
+            if id(module) in above:
+                continue
+            self._register(model, path, module)
+            inside = above | {id(module)}
+            for name, child in reversed(list(module._modules.items())):
+                if child is not None:
+                    stack.append((f"{path}.{name}" if path else name, child, inside))
+
+    def _register(self, model: str, path: str, module: torch.nn.Module) -> None:
+        self._modules[id(module)] = module
+        paths = self._paths.setdefault(id(module), [])
+        if (model, path) not in paths:
+            paths.append((model, path))
+
+    def get(self, module: torch.nn.Module) -> list[tuple[str, str]] | None:
+        """Every (model, path) of the object, or None."""
+        return self._paths.get(id(module))
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        return self._modules.values()
+
+    def items(self) -> Iterable[tuple[str, str, torch.nn.Module]]:
+        """(model, path, module) for every path, a shared object once per path."""
+        for key, module in self._modules.items():
+            for model, path in self._paths[key]:
+                yield model, path, module
+
+    def paths(self, model: str | None = None) -> list[str]:
+        return [p for m, p, _ in self.items() if model is None or m == model]
+
+
+def resolve_path(candidates: list[tuple[str, str]], parent: Frame | None) -> tuple[str, str]:
+    """The path by which a shared module is being called: the one below the nearest enclosing call."""
+    if len(candidates) == 1:
+        return candidates[0]
+    frame = parent
+    while frame is not None:
+        prefix = f"{frame.path}." if frame.path else ""
+        below = [c for c in candidates if c[0] == frame.model and c[1].startswith(prefix)]
+        if below:
+            return min(below, key=lambda c: c[1].count("."))
+        frame = frame.parent
+    return candidates[0]
+
+
+class Counters:
+    """Call numbers of modules, per (model, step, grad phase), shared by all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[str, int, GradPhase, str], int] = {}
+        self._outside: dict[tuple[str, int, GradPhase, str, int], Frame] = {}
+        self._recomputed: dict[tuple[str, int, str], list[int]] = {}
+
+    def next_call(self, model: str, step: int, phase: GradPhase, path: str) -> int:
+        key = (model, step, phase, path)
+        with self._lock:
+            call = self._calls.get(key, 0)
+            self._calls[key] = call + 1
+        return call
+
+    def num_calls(self, model: str, step: int, phase: GradPhase, path: str) -> int:
+        return self._calls.get((model, step, phase, path), 0)
+
+    def recomputed_call(self, model: str, step: int, path: str) -> int:
+        """Call number of a recomputation whose forward call autograd does not name: the last one not yet redone."""
+        total = self.num_calls(model, step, "fwd", path)
+        with self._lock:
+            done = self._recomputed.setdefault((model, step, path), [])
+            call = max(total - 1 - len(done), 0)
+            done.append(call)
+        return call
+
+    def body(
+        self, *, model: str, step: int, phase: GradPhase, path: str, call: int, records_ops: bool
+    ) -> Frame:
+        """The frame of code that runs in no open call: backward ops of a call, ops outside all calls."""
+        key = (model, step, phase, path, call)
+        frame = self._outside.get(key)
+        if frame is None:
+            frame = Frame(
+                model=model,
+                path=path,
+                call=call,
+                phase=phase,
+                step=step,
+                module=None,
+                parent=None,
+                records_ops=records_ops,
+                records_module=False,
+            )
+            frame = self._outside.setdefault(key, frame)
+        return frame
+
+    def forget_before(self, model: str, step: int) -> None:
+        """Drops the counters of old steps, so that a long run does not grow."""
+        for table in (self._calls, self._outside, self._recomputed):
+            stale = [k for k in table if k[0] == model and k[1] < step]
+            for key in stale:
+                del table[key]  # type: ignore[attr-defined]
+
+
+def mark_sequence(state: ThreadState, owner: Frame | None) -> None:
+    """Says that autograd nodes made from now on in this thread belong to `owner`."""
+    nr = _sequence_nr()
+    if state.marks and state.marks[-1] == nr:
+        state.owners[-1] = owner  # nothing was made in between
+        return
+    state.marks.append(nr)
+    state.owners.append(owner)
+
+
+def owner_of_node(state: ThreadState, node: Any) -> Frame | None:
+    """The forward call during which an autograd node was made, None for gradient accumulation and strangers."""
+    nr = node._sequence_nr()
+    if nr >= _NO_SEQUENCE_NR or not state.marks:
+        return None
+    at = bisect_right(state.marks, nr) - 1
+    return state.owners[at] if at >= 0 else None
+
+
+def in_checkpoint_recompute() -> bool:
+    """Whether the Python stack holds a recomputation by torch.utils.checkpoint.
+
+    Asked only for ops that run during backward with grad mode on, which is what a recomputation looks
+    like from below; with `create_graph=True` plain backward ops look alike.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+__all__ = [
+    "NO_CALL",
+    "Counters",
+    "Frame",
+    "ModuleTable",
+    "ThreadState",
+    "in_checkpoint_recompute",
+    "mark_sequence",
+    "owner_of_node",
+    "resolve_path",
+]

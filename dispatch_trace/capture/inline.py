@@ -1,0 +1,59 @@
+"""`capture_tensor`: a value named by the model's own code, recorded where it stands.
+
+Outside a recording, and for a tensor outside every recorded call, it does nothing but return its argument.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.schema import RawRecord
+
+# The recordings in progress; a registry, because model code has no other way to reach them.
+ACTIVE: list[Tracer] = []
+
+
+def capture_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Records `tensor` under `name` in the module call that is running, and returns it.
+
+    Args:
+      name: what to find it by; a name used again in the same call is counted (n = 0, 1, …).
+      tensor: [*shape], any dtype and layout. It is neither changed nor kept alive.
+    Returns: `tensor` itself.
+    """
+    if not ACTIVE or torch.compiler.is_compiling():
+        return tensor
+    for tracer in ACTIVE:
+        state = tracer.state
+        if state.busy or not tracer.active:
+            continue
+        frame = state.frame or tracer.outside_frame()
+        if frame is None or not (frame.records_module or frame.records_ops):
+            continue
+        try:
+            counter = f"inline:{name}"
+            n = frame.counts.get(counter, 0)
+            frame.counts[counter] = n + 1
+            with tracer.own_ops(state):
+                tracer.set_save(tracer.options.save_of(frame.path))
+                slots = tracer.value_slots("out", tensor, "out")
+            tracer.put(
+                RawRecord(
+                    tracer.next_seq(),
+                    "inline",
+                    step=frame.step,
+                    model=frame.model,
+                    grad_phase=frame.phase,
+                    module=frame.path,
+                    call=frame.call,
+                    name=name,
+                    n=n,
+                    slots=slots,
+                    source=tracer.find_source(2),
+                    thread=state.number,
+                )
+            )
+        except Exception as error:
+            tracer.fault(error)
+    return tensor

@@ -1,0 +1,480 @@
+"""Op-level capture in eager mode: a `TorchDispatchMode` that records every op below autograd.
+
+Guarantees: the op runs once, on its own arguments, outside every `try` of the recorder; its result is
+handed on unchanged; what the recorder itself computes is never recorded and draws no random numbers.
+Everything about an overload is worked out once and cached (`OpInfo`). Leaves to `frames` whose op it is,
+to `snapshot` what its tensors hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dispatch_trace.capture.frames import Frame, ThreadState, in_checkpoint_recompute, owner_of_node
+from dispatch_trace.capture.tracer import PLAIN, Tracer, encode
+from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot
+
+_current_node = torch._C._current_autograd_node
+
+# Of these only the arguments and the alias relation are recorded (DESIGN.md, "On disk").
+_EMPTY = frozenset(
+    {
+        "aten.empty",
+        "aten.empty_like",
+        "aten.empty_strided",
+        "aten.empty_permuted",
+        "aten.new_empty",
+        "aten.new_empty_strided",
+        "aten.empty_quantized",
+    }
+)
+_ALIAS = frozenset({"aten.detach", "aten.lift_fresh", "aten.alias", "aten._unsafe_view", "aten.lift"})
+# They overwrite `self` without looking at it, so reading it is no read of unwritten memory.
+_BLIND = frozenset(
+    {
+        "aten.copy",
+        "aten.fill",
+        "aten.zero",
+        "aten.normal",
+        "aten.uniform",
+        "aten.bernoulli",
+        "aten.random",
+        "aten.exponential",
+        "aten.cauchy",
+        "aten.log_normal",
+        "aten.geometric",
+        "aten._foreach_copy",
+        "aten._foreach_zero",
+        "aten.resize",
+        "aten.set",
+    }
+)
+_DROPPED_NAMESPACES = frozenset({"profiler"})
+_DROPPED = frozenset({"prim.device", "prim.layout", "aten.sym_size", "aten.sym_stride", "aten.sym_numel"})
+# Scalars that turn up everywhere: equality with an earlier `.item()` says nothing about them.
+_COMMON = frozenset({0, 1, 2, -1, -2, 0.5, -0.5})
+
+
+def base_name(func: Any) -> str:
+    """`aten.relu` for `aten::relu_`: namespace and name, overload and trailing `_` dropped."""
+    namespace, _, name = func._schema.name.partition("::")
+    if name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    return f"{namespace}.{name}"
+
+
+class OpInfo:
+    """What is fixed about one overload, worked out once."""
+
+    __slots__ = (
+        "aten",
+        "base",
+        "blind",
+        "call",
+        "composite",
+        "dropped",
+        "is_empty",
+        "item",
+        "light",
+        "names",
+        "overload",
+        "random",
+        "selected",
+        "written",
+        "written_names",
+    )
+
+    def __init__(self, func: Any, selected: Callable[[str], bool]) -> None:
+        if not isinstance(func, OpOverload):
+            self.base = f"higher_order.{func.name() if callable(func.name) else func.name}"
+            self.overload = self.base
+            self.call = func
+            self.names: list[str] = []
+            self.written: list[int] = []
+            self.written_names: list[str] = []
+            self.light = self.random = self.is_empty = self.item = self.composite = False
+            self.blind: frozenset[str] = frozenset()
+            self.aten = False
+            self.dropped = False
+            self.selected = selected(self.base)
+            return
+        schema = func._schema
+        self.base = base_name(func)
+        self.overload = str(func)
+        self.call = func._op
+        self.names = [a.name for a in schema.arguments]
+        self.written = [
+            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        self.written_names = [self.names[i] for i in self.written]
+        self.is_empty = self.base in _EMPTY
+        returns_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        self.light = (
+            (returns_view and not self.written and func.is_view) or self.base in _ALIAS or self.is_empty
+        )
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.item = self.base == "aten._local_scalar_dense"
+        self.aten = schema.name.startswith("aten::")
+        blind = set(self.written_names) if self.base in _BLIND else set()
+        blind.update(a.name for a in schema.arguments if a.is_out)
+        self.blind = frozenset(blind)
+        self.dropped = schema.name.split("::")[0] in _DROPPED_NAMESPACES or self.base in _DROPPED
+        self.selected = selected(self.base)
+        self.composite = _is_composite(func)
+
+
+def _is_composite(func: OpOverload) -> bool:
+    """Whether the op exists only as a composition of others (`linear`, `matmul`, `to`)."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return bool(
+        has(name, "CompositeImplicitAutograd")
+        and not has(name, "CPU")
+        and torch.Tag.maybe_aliasing_or_mutating not in func.tags
+    )
+
+
+class OpRecorder(TorchDispatchMode):
+    """The dispatch mode of one thread of one recording."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as compiled code below the mode, which sees its extern kernels only."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and isinstance(func, OpOverload):
+            return NotImplemented  # a tensor subclass: its own inner ops come back here
+        tracer = self._tracer
+        info = tracer.op_infos.get(func)
+        if info is None:
+            info = op_info(tracer, func)
+        state = tracer.state
+        kwargs = kwargs or {}
+        if state.busy or info.dropped:
+            return info.call(*args, **kwargs)
+        frame = site(tracer, state, info)
+        if frame is None:
+            out = info.call(*args, **kwargs)
+            if info.written and tracer.storages is not None:
+                unrecorded_writes(tracer, info, args, kwargs, out)
+            return out
+        if info.composite:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if tracer.storages is None:
+            out = info.call(*args, **kwargs)
+            try:
+                record_meta(tracer, state, frame, info, args, kwargs, out)
+            except Exception as error:
+                tracer.fault(error)
+            return out
+        pending = None
+        try:
+            pending = before_op(tracer, state, frame, info, args, kwargs)
+        except Exception as error:
+            tracer.fault(error)
+        out = info.call(*args, **kwargs)
+        if pending is not None:
+            try:
+                after_op(tracer, state, info, pending, args, kwargs, out)
+            except Exception as error:
+                tracer.fault(error)
+        return out
+
+
+def op_info(tracer: Tracer, func: Any) -> OpInfo:
+    info = OpInfo(func, tracer.wants_op)
+    tracer.op_infos[func] = info
+    return info
+
+
+def site(tracer: Tracer, state: ThreadState, info: OpInfo) -> Frame | None:
+    """The frame whose op this is, or None where it is not to be recorded."""
+    if not tracer.active or not info.selected:
+        return None
+    frame: Frame | None = state.frame
+    node = _current_node()
+    if node is None or (frame is not None and frame.phase == "recompute"):
+        if frame is None:
+            frame = tracer.outside_frame()
+        return frame if frame is not None and frame.records_ops else None
+    return backward_frame(tracer, state, node)
+
+
+def backward_frame(tracer: Tracer, state: ThreadState, node: Any) -> Frame | None:
+    """The frame of an op that runs inside autograd's backward."""
+    if not tracer.recorded_steps:
+        return None
+    owner = owner_of_node(state, node)
+    recompute = torch.is_grad_enabled() and in_checkpoint_recompute()
+    phase: GradPhase = "recompute" if recompute else "bwd"
+    if owner is None:
+        model, step = tracer.last_step
+        records = tracer.default_records_ops and tracer.wants_step(step)
+        return (
+            tracer.counters.body(
+                model=model, step=step, phase=phase, path="", call=NO_CALL, records_ops=True
+            )
+            if records
+            else None
+        )
+    if not owner.records_ops:
+        return None
+    return tracer.counters.body(
+        model=owner.model, step=owner.step, phase=phase, path=owner.path, call=owner.call, records_ops=True
+    )
+
+
+def before_op(
+    tracer: Tracer, state: ThreadState, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RawRecord:
+    """Numbers the op and looks at its inputs, before it runs."""
+    n = frame.counts.get(info.base, 0)
+    frame.counts[info.base] = n + 1
+    seq = tracer.next_seq()
+    record = RawRecord(
+        seq,
+        "op",
+        step=frame.step,
+        model=frame.model,
+        grad_phase=frame.phase,
+        module=frame.path,
+        call=frame.call,
+        op=info.base,
+        n=n,
+        overload=info.overload,
+        light=info.light,
+        random=info.random,
+        source=tracer.find_source(4),
+        thread=state.number,
+    )
+    with tracer.own_ops(state):
+        tracer.set_save(tracer.options.save_of(frame.path))
+        slots = record.slots
+        names = info.names
+        encoded = record.args
+        for i, value in enumerate(args):
+            name = names[i] if i < len(names) else str(i)
+            encoded.append((name, _argument(tracer, value, f"in.{name}", seq, slots, name in info.blind)))
+        for name, value in kwargs.items():
+            encoded.append((name, _argument(tracer, value, f"in.{name}", seq, slots, name in info.blind)))
+    return record
+
+
+def _argument(tracer: Tracer, value: Any, name: str, seq: int, slots: list[RawSlot], blind: bool) -> Any:
+    kind = type(value)
+    if kind in PLAIN:
+        if tracer.items and (kind is float or kind is int) and value in tracer.items:
+            return {"item": [value, tracer.items[value]]}
+        return value
+    if isinstance(value, torch.Tensor):
+        if not tracer.options.inputs:
+            return {"opaque": "tensor"}
+        index = len(slots)
+        assert tracer.storages is not None
+        slots.append(tracer.storages.read(value, name, seq, index, blind=blind))
+        return {"ref": index}
+    if isinstance(value, (list, tuple)):
+        return [_argument(tracer, v, f"{name}[{i}]", seq, slots, blind) for i, v in enumerate(value)]
+    return encode(value)
+
+
+def after_op(
+    tracer: Tracer,
+    state: ThreadState,
+    info: OpInfo,
+    record: RawRecord,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+) -> None:
+    """Looks at what the op returned and wrote, and hands the record over."""
+    storages = tracer.storages
+    assert storages is not None
+    slots = record.slots
+    with tracer.own_ops(state):
+        tracer.set_save(tracer.options.save_of(record.module))
+        written: list[torch.Tensor] = []
+        for position, name in zip(info.written, info.written_names, strict=True):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for suffix, tensor in _tensors_of(value):
+                slots.append(
+                    storages.written(
+                        tensor, f"out.{name}{suffix}", record.seq, len(slots), random=info.random
+                    )
+                )
+                written.append(tensor)
+        aliased = bool(written)
+        fresh = False
+        for name, value in _outputs_of(out):
+            if isinstance(value, torch.Tensor):
+                if any(value is w for w in written):
+                    continue
+                slot, alias = storages.produced(
+                    value,
+                    name,
+                    record.seq,
+                    len(slots),
+                    origin="empty" if info.is_empty else "op",
+                    aten=info.aten,
+                    random=info.random,
+                )
+                slots.append(slot)
+                fresh = fresh or not alias
+                aliased = aliased or alias
+            else:
+                slots.append(RawSlot(name, "out", value=encode(value), is_tensor=False))
+                if info.item and type(value) in (int, float) and value not in _COMMON:
+                    tracer.items[value] = record.seq
+        if aliased and not written and not fresh:
+            record.light = True  # a view that its schema does not declare
+    tracer.put(record)
+
+
+def unrecorded_writes(
+    tracer: Tracer, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> None:
+    """Values that an unselected op overwrote are leaves from now on."""
+    assert tracer.storages is not None
+    try:
+        for position, name in zip(info.written, info.written_names, strict=True):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for _, tensor in _tensors_of(value):
+                tracer.storages.overwritten_unseen(tensor)
+    except Exception as error:
+        tracer.fault(error)
+
+
+def record_meta(
+    tracer: Tracer,
+    state: ThreadState,
+    frame: Frame,
+    info: OpInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+) -> None:
+    """`save="meta"`: site, shapes and dtypes only, put together later by the writer's thread."""
+    n = frame.counts.get(info.base, 0)
+    frame.counts[info.base] = n + 1
+    geometry = [
+        (v.shape, v.dtype) if isinstance(v, torch.Tensor) else v
+        for v in (out if type(out) in (tuple, list) else (out,))
+    ]
+    tracer.put(
+        _meta_record(
+            tracer.next_seq(),
+            frame,
+            info,
+            n,
+            [
+                (a.shape, a.dtype) if isinstance(a, torch.Tensor) else a
+                for a in (*args, *kwargs.values())
+            ],
+            list(kwargs),
+            geometry,
+            state.number,
+        )
+    )
+
+
+def _meta_record(
+    seq: int,
+    frame: Frame,
+    info: OpInfo,
+    n: int,
+    values: list[Any],
+    keywords: list[str],
+    outputs: list[Any],
+    thread: int,
+) -> RawRecord:
+    record = RawRecord(
+        seq,
+        "op",
+        step=frame.step,
+        model=frame.model,
+        grad_phase=frame.phase,
+        module=frame.path,
+        call=frame.call,
+        op=info.base,
+        n=n,
+        overload=info.overload,
+        light=info.light,
+        random=info.random,
+        thread=thread,
+    )
+    num_positional = len(values) - len(keywords)
+    names = [*info.names[:num_positional], *keywords]
+    names += [str(i) for i in range(len(names), len(values))]
+    slots = record.slots
+    for name, value in zip(names, values, strict=True):
+        record.args.append((name, _meta_value(value, f"in.{name}", "in", slots)))
+    for i, value in enumerate(outputs):
+        _meta_value(value, "out" if len(outputs) == 1 else f"out[{i}]", "out", slots)
+    return record
+
+
+def _meta_value(value: Any, name: str, role: str, slots: list[RawSlot]) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = (value.shape, value.dtype)
+    if type(value) is tuple and len(value) == 2 and type(value[1]) is torch.dtype:
+        slots.append(
+            RawSlot(name, role, dtype=str(value[1]).removeprefix("torch."), shape=tuple(value[0]))
+        )
+        return {"ref": len(slots) - 1}
+    if isinstance(value, (list, tuple)):
+        return [_meta_value(v, f"{name}[{i}]", role, slots) for i, v in enumerate(value)]
+    if role == "out":
+        slots.append(RawSlot(name, role, value=encode(value), is_tensor=False))
+    return encode(value)
+
+
+def _tensors_of(value: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [("", value)]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{i}]", v) for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
+    return []
+
+
+def _outputs_of(out: Any, name: str = "out") -> list[tuple[str, Any]]:
+    """Every output with its slot name; a single one is `out`."""
+    if isinstance(out, torch.Tensor):
+        return [(name, out)]
+    if isinstance(out, (tuple, list)):
+        found: list[tuple[str, Any]] = []
+        for i, value in enumerate(out):
+            found += _outputs_of(value, f"{name}[{i}]")
+        return found
+    if out is None and name == "out":
+        return []  # an op that only writes its arguments
+    return [(name, out)]
+
+
+def compile_ops(pattern: str | None) -> Callable[[str], bool]:
+    """A filter on op base names."""
+    if pattern is None:
+        return lambda _: True
+    compiled = re.compile(pattern)
+    return lambda name: compiled.fullmatch(name) is not None

@@ -1,0 +1,551 @@
+"""What a tensor is, where its content came from, and a copy of it that the program cannot change.
+
+Guarantees: a storage is known by its C++ object, held by a weak reference, so that an address is never
+mistaken for another storage; the program's tensors are not kept alive; the observed program never sees
+a copy-on-write storage that somebody else may already hold a raw pointer into.
+
+Identity is the storage plus (dtype, offset, shape, strides): two Python tensors with the same five are
+one value. A write through any of them, seen by `written` or by the version counter, ends the value.
+Writes that nobody sees (NumPy, `.data` outside the recorder) leave it standing: docs/limits.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from dispatch_trace.schema import Content, RawSlot, Save
+from dispatch_trace.store.writer import TraceWriter
+
+Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
+
+_expired = torch.UntypedStorage._expired
+_free_weak = torch.UntypedStorage._free_weak_ref
+_lazy_clone = torch._lazy_clone
+_PURGE_EVERY = 4096
+# Above this, exact coverage of a buffer from `empty` is not tracked element by element.
+_MASK_ELEMENTS = 1 << 20
+
+_NAMES: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without the "torch."."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+class StorageEntry:
+    """What is known of one storage.
+
+    Attributes:
+      number: the storage's number in the trace.
+      weak: weak reference to the C++ storage (its address stays taken while it is held).
+      origin: "op" (a recorded op allocated it), "empty" (so did an `empty*`), "leaf" (first seen as an input).
+      definitions: geometry -> (seq, slot, number of writes seen before).
+      writes: (seq, slot, first byte, byte after the last), in order.
+      contents: geometry -> snapshot that still holds.
+      geometries: geometries written by recorded ops, piece by piece.
+      leaves: geometries first read while no record had produced their content.
+      version: largest version counter that recorded writes account for.
+    """
+
+    __slots__ = (
+        "alignment",
+        "contents",
+        "covered",
+        "definitions",
+        "geometries",
+        "leaves",
+        "mask",
+        "nbytes",
+        "number",
+        "origin",
+        "parameters",
+        "version",
+        "weak",
+        "writes",
+    )
+
+    def __init__(self, number: int, weak: int, nbytes: int, alignment: int, origin: str) -> None:
+        self.number = number
+        self.weak = weak
+        self.nbytes = nbytes
+        self.alignment = alignment
+        self.origin = origin
+        self.definitions: dict[Geometry, tuple[int, int, int]] = {}
+        self.writes: list[tuple[int, int, int, int]] = []
+        self.contents: dict[Geometry, Content] = {}
+        self.geometries: set[Geometry] = set()
+        self.leaves: set[Geometry] = set()
+        self.parameters: dict[Geometry, int] = {}
+        self.version = 0
+        self.covered = False
+        self.mask: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """The content changed in a way that no record shows."""
+        self.definitions.clear()
+        self.writes.clear()
+        self.contents.clear()
+        self.geometries.clear()
+        self.leaves.clear()
+        self.parameters.clear()
+        self.origin = "leaf"
+        self.covered = False
+        self.mask = None
+
+
+class ObjectEntry(StorageEntry):
+    """Stands for a tensor without a storage of its own (sparse, nested, quantised): known by its Python object."""
+
+    __slots__ = ("ref",)
+
+    def __init__(self, number: int, ref: weakref.ref[torch.Tensor], origin: str) -> None:
+        super().__init__(number, 0, 0, 0, origin)
+        self.ref = ref
+
+
+def geometry(tensor: torch.Tensor) -> Geometry | None:
+    """Geometry of a plain strided tensor, None for every other layout."""
+    try:
+        strides = tensor.stride()
+    except (RuntimeError, NotImplementedError):
+        return None  # sparse, nested
+    if tensor.is_quantized:
+        return None
+    flags = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
+    return (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), strides, flags)
+
+
+_LAYOUT_OF_FLAGS = ("strided", "strided+conj", "strided+neg", "strided+conj+neg")
+
+
+def _extent(g: Geometry) -> tuple[int, int]:
+    """First byte and the byte after the last that a geometry can touch."""
+    dtype, offset, shape, strides, _ = g
+    size: int = dtype.itemsize
+    last = offset
+    for dim, stride in zip(shape, strides, strict=True):
+        if dim == 0:
+            return offset * size, offset * size
+        last += (dim - 1) * stride
+    return offset * size, (last + 1) * size
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for dim in shape:
+        n *= dim
+    return n
+
+
+def _is_whole(g: Geometry, nbytes: int) -> bool:
+    dtype, offset, shape, strides, _ = g
+    return offset == 0 and _numel(shape) * dtype.itemsize == nbytes and 0 not in strides
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The distinct elements of an expanded tensor: length 1 where the stride is 0."""
+    sizes = [1 if s == 0 and n > 1 else n for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride(), tensor.storage_offset())
+
+
+class Storages:
+    """The storages that the recorder knows, and the snapshots taken of them.
+
+    Args:
+      writer: where snapshots are announced (back-pressure).
+      caches: a snapshot serves every reader of the same value. Sound only where each write is seen,
+        that is under the dispatch mode.
+
+    Attributes:
+      written_parameters: numbers of storages of recorded parameters that ops have written since.
+    """
+
+    def __init__(self, writer: TraceWriter, *, caches: bool = True) -> None:
+        self._writer = writer
+        self._caches = caches
+        self._save: Save = "stats"
+        self.written_parameters: set[int] = set()
+        self._by_address: dict[int, StorageEntry] = {}
+        self._by_object: dict[int, ObjectEntry] = {}
+        self._parameters: dict[tuple[str, str, str], tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._next = 0
+        self._until_purge = _PURGE_EVERY
+
+    def set_save(self, save: Save) -> None:
+        """What the snapshots that follow are for."""
+        self._save = save
+
+    # -- identity ------------------------------------------------------------------------------------
+
+    def entry(self, tensor: torch.Tensor, g: Geometry | None, origin: str) -> tuple[StorageEntry, bool]:
+        """The entry of a tensor's storage, and whether it is new (then with this origin)."""
+        if g is None:
+            return self._object_entry(tensor, origin)
+        storage = tensor.untyped_storage()
+        entry = self._by_address.get(storage._cdata)
+        if entry is not None:
+            return entry, False
+        self._until_purge -= 1
+        if self._until_purge < 0:
+            self.purge()
+        pointer = 0 if storage.device.type == "meta" else storage.data_ptr()
+        entry = StorageEntry(self._next, storage._weak_ref(), storage.nbytes(), pointer % 64, origin)
+        self._next += 1
+        self._by_address[storage._cdata] = entry
+        return entry, True
+
+    def _object_entry(self, tensor: torch.Tensor, origin: str) -> tuple[StorageEntry, bool]:
+        known = self._by_object.get(id(tensor))
+        if known is not None and known.ref() is tensor:
+            return known, False
+        entry = ObjectEntry(self._next, weakref.ref(tensor), origin)
+        self._next += 1
+        self._by_object[id(tensor)] = entry
+        return entry, True
+
+    def known(self, tensor: torch.Tensor) -> StorageEntry | None:
+        """The entry of a tensor's storage if there is one; makes none."""
+        try:
+            return self._by_address.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):
+            found = self._by_object.get(id(tensor))
+            return found if found is not None and found.ref() is tensor else None
+
+    def purge(self) -> None:
+        """Lets go of storages that no longer exist."""
+        for address in [a for a, e in self._by_address.items() if _expired(e.weak)]:
+            _free_weak(self._by_address.pop(address).weak)
+        for key in [k for k, e in self._by_object.items() if e.ref() is None]:
+            del self._by_object[key]
+        self._until_purge = max(_PURGE_EVERY, len(self._by_address))
+
+    def close(self) -> None:
+        for entry in self._by_address.values():
+            _free_weak(entry.weak)
+        self._by_address.clear()
+        self._by_object.clear()
+
+    # -- values --------------------------------------------------------------------------------------
+
+    def describe(self, tensor: torch.Tensor, name: str, role: str) -> tuple[RawSlot, Geometry | None]:
+        """A slot with the geometry of `tensor` and nothing else."""
+        g = geometry(tensor)
+        slot = RawSlot(name, role, dtype=dtype_name(tensor.dtype), device=str(tensor.device))
+        if g is None:
+            slot.layout = (
+                "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            )
+            slot.shape = _shape_of(tensor)
+        else:
+            _, slot.offset, slot.shape, slot.strides, flags = g
+            if flags:
+                slot.layout = _LAYOUT_OF_FLAGS[flags]
+        return slot, g
+
+    def read(
+        self, tensor: torch.Tensor, name: str, seq: int, index: int, *, own: bool = False, blind: bool = False
+    ) -> RawSlot:
+        """The slot of a tensor that is about to be read.
+
+        Args:
+          seq, index: the reading record and the slot's place in it, which a leaf is known by from now on.
+            A module record, numbered only when the call is over, passes -1 and introduces no leaf.
+          own: give the slot a content even where the value is a view that others can rebuild.
+          blind: the op overwrites the tensor without looking at it.
+        """
+        slot, g = self.describe(tensor, name, "in")
+        if tensor.is_meta:
+            slot.note = "meta tensor"
+            return slot
+        entry, _ = self.entry(tensor, g, "leaf")
+        slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
+        if not blind:
+            self._see_version(entry, tensor)
+        defined = entry.definitions.get(g or ())
+        if blind:
+            slot.producers = _producers(entry, defined, g)
+            return slot
+        if entry.origin == "empty" and self._reads_unwritten(entry, g, tensor):
+            slot.uninitialised = slot.leaf = True
+        elif entry.origin == "leaf":
+            slot.leaf = self._is_leaf(entry, defined, g)
+        slot.producers = _producers(entry, defined, g)
+        parameter = entry.parameters.get(g or ())
+        if parameter is not None and (parameter, 0) not in slot.producers:
+            slot.producers = ((parameter, 0), *slot.producers)
+        content = entry.contents.get(g or ())
+        if content is None and (slot.leaf or own):
+            content = self._content(entry, tensor, g, leaf=slot.leaf)
+        if slot.leaf and seq >= 0:
+            # From here on the value is known: this leaf, plus whatever recorded ops write into it.
+            entry.leaves.add(g or ())
+            if defined is None:
+                entry.definitions[g or ()] = (seq, index, len(entry.writes))
+        slot.content = content
+        return slot
+
+    def produced(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        seq: int,
+        index: int,
+        *,
+        origin: str = "op",
+        aten: bool = True,
+        random: bool = False,
+    ) -> tuple[RawSlot, bool]:
+        """The slot of a tensor that an op just returned, and whether it aliases a storage known before.
+
+        Args:
+          origin: "op", or "empty" where nothing was written into the new storage.
+          aten: the op is one of torch's own, which return freshly allocated storage unless they say otherwise.
+          random: the result comes from a random state, and is kept like a leaf.
+        """
+        slot, g = self.describe(tensor, name, "out")
+        if tensor.is_meta:
+            slot.note = "meta tensor"
+            return slot, False
+        entry, new = self.entry(tensor, g, origin)
+        slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
+        if new and not tensor.is_inference():
+            entry.version = max(entry.version, tensor._version)
+        entry.definitions[g or ()] = (seq, index, len(entry.writes))
+        if new and origin != "empty":
+            fresh = aten and g is not None and _is_whole(g, entry.nbytes)
+            slot.content = self._content(entry, tensor, g, leaf=random, fresh=fresh)
+        return slot, not new
+
+    def written(
+        self, tensor: torch.Tensor, name: str, seq: int, index: int, *, random: bool = False
+    ) -> RawSlot:
+        """The slot of an argument that an op just wrote, with the value after it."""
+        slot, g = self.describe(tensor, name, "written")
+        if tensor.is_meta:
+            slot.note = "meta tensor"
+            return slot
+        slot.role = "written"
+        entry, _ = self.entry(tensor, g, "op")
+        if g is not None:
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes != entry.nbytes:  # resize_
+                entry.nbytes = nbytes
+        slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
+        entry.contents.clear()
+        self._end_parameters(entry)
+        if g is None or _is_whole(g, entry.nbytes):
+            entry.definitions = {g or (): (seq, index, 0)}
+            entry.writes.clear()
+            entry.geometries.clear()
+            entry.leaves.clear()
+            entry.origin = "op"
+        else:
+            entry.writes.append((seq, index, *_extent(g)))
+            entry.definitions[g] = (seq, index, len(entry.writes))
+            entry.geometries.add(g)
+            if entry.origin == "empty":
+                self._cover(entry, g)
+        if not tensor.is_inference():
+            # The version counter moves after the op that is just being dispatched has returned.
+            entry.version = max(entry.version, tensor._version) + 1
+        slot.content = self._content(entry, tensor, g, leaf=random)
+        return slot
+
+    def overwritten_unseen(self, tensor: torch.Tensor) -> None:
+        """An op that is not recorded wrote the tensor."""
+        entry = self.known(tensor)
+        if entry is not None:
+            self._end_parameters(entry)
+            entry.forget()
+            if not tensor.is_inference():
+                entry.version = max(entry.version, tensor._version) + 1
+
+    def parameter_is_current(self, tensor: torch.Tensor, known: tuple[str, str, str]) -> bool:
+        """Whether the last record of the parameter (model, path, name) still shows its value."""
+        state = self._parameters.get(known)
+        if state is None or state[0]() is not tensor:
+            return False
+        if not tensor.is_inference() and tensor._version > state[1]:
+            return False
+        entry = self.known(tensor)
+        return entry is None or entry.number not in self.written_parameters
+
+    def remember_parameter(self, tensor: torch.Tensor, known: tuple[str, str, str]) -> None:
+        version = 0 if tensor.is_inference() else tensor._version
+        self._parameters[known] = (weakref.ref(tensor), version)
+
+    def parameter(self, tensor: torch.Tensor, known: tuple[str, str, str], seq: int) -> RawSlot:
+        """The slot of a parameter or buffer; leaves that read it will name this record."""
+        self.remember_parameter(tensor, known)
+        slot, g = self.describe(tensor, "out", "out")
+        if tensor.is_meta:
+            slot.note = "meta tensor"
+            return slot
+        entry, _ = self.entry(tensor, g, "leaf")
+        slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
+        self._see_version(entry, tensor)
+        slot.producers = _producers(entry, entry.definitions.get(g or ()), g)
+        content = entry.contents.get(g or ())
+        slot.content = content if content is not None else self._content(entry, tensor, g)
+        entry.parameters[g or ()] = seq
+        return slot
+
+    def _end_parameters(self, entry: StorageEntry) -> None:
+        if entry.parameters:
+            entry.parameters.clear()
+            self.written_parameters.add(entry.number)
+
+    def _see_version(self, entry: StorageEntry, tensor: torch.Tensor) -> None:
+        """A version counter beyond what records account for: somebody wrote unseen."""
+        if tensor.is_inference():
+            return
+        version = tensor._version
+        if version > entry.version:
+            if entry.definitions or entry.contents or entry.writes:
+                entry.forget()
+            entry.version = version
+
+    def _content(
+        self,
+        entry: StorageEntry,
+        tensor: torch.Tensor,
+        g: Geometry | None,
+        *,
+        leaf: bool = False,
+        fresh: bool = False,
+    ) -> Content | None:
+        keep = self._save == "tensors" or (leaf and self._save == "leaves")
+        content = self.snapshot(tensor, g, keep=keep, fresh=fresh)
+        if content is not None and self._caches:
+            entry.contents[g or ()] = content
+        return content
+
+    def snapshot(
+        self, tensor: torch.Tensor, g: Geometry | None, *, keep: bool, fresh: bool = False
+    ) -> Content | None:
+        """A copy that the program cannot change, or None where neither data nor statistics are wanted."""
+        if self._save == "meta":
+            return None
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if g is None:
+            num_bytes = _bytes_of_exotic(tensor)
+            self._writer.reserve(num_bytes)
+            copy = _clone_exotic(tensor)
+            return Content(copy, keep_data=keep, summarise=True, num_bytes=num_bytes)
+        expanded = 0 in g[3] and any(s == 0 and n > 1 for n, s in zip(g[2], g[3], strict=True))
+        source = _compact(tensor) if expanded else tensor
+        num_bytes = source.numel() * source.element_size()
+        self._writer.reserve(num_bytes)
+        if fresh and not expanded:
+            try:
+                copy = _lazy_clone(source)
+            except RuntimeError:  # storage that torch does not own
+                copy = source.clone()
+        else:
+            copy = source.clone()
+        if expanded:
+            copy = copy.expand(g[2])
+        return Content(copy, keep_data=keep, summarise=True, num_bytes=num_bytes)
+
+    # -- leaves --------------------------------------------------------------------------------------
+
+    def _is_leaf(
+        self, entry: StorageEntry, defined: tuple[int, int, int] | None, g: Geometry | None
+    ) -> bool:
+        if not entry.writes:
+            return defined is None or (g or ()) in entry.leaves
+        if defined is not None:
+            return False  # an earlier value, plus writes that are on record
+        first, last = _extent(g) if g is not None else (0, 0)
+        overlapping = [w for w in entry.writes if w[2] < last and w[3] > first]
+        return not overlapping or g not in entry.geometries
+
+    def _reads_unwritten(self, entry: StorageEntry, g: Geometry | None, tensor: torch.Tensor) -> bool:
+        if entry.covered or g in entry.geometries or g is None:
+            return False
+        if entry.mask is not None and entry.mask.numel():
+            dtype, offset, shape, strides, _ = g
+            if entry.mask.numel() * dtype.itemsize == entry.nbytes:
+                return not bool(entry.mask.as_strided(shape, strides, offset).all())
+        if not entry.geometries:
+            return tensor.numel() > 0
+        first, last = _extent(g)
+        inside = sum(
+            _numel(w[2]) * w[0].itemsize
+            for w in entry.geometries
+            if _extent(w)[0] < last and _extent(w)[1] > first
+        )
+        return inside < _numel(g[2]) * g[0].itemsize
+
+    def _cover(self, entry: StorageEntry, g: Geometry) -> None:
+        dtype, offset, shape, strides, _ = g
+        elements = entry.nbytes // dtype.itemsize
+        if entry.mask is None:
+            entry.mask = torch.zeros(elements if elements <= _MASK_ELEMENTS else 0, dtype=torch.bool, device="cpu")
+        if entry.mask.numel() == elements:
+            entry.mask.as_strided(shape, strides, offset).fill_(True)
+            if bool(entry.mask.all()):
+                entry.covered, entry.origin = True, "op"
+        elif sum(_numel(w[2]) * w[0].itemsize for w in entry.geometries) >= entry.nbytes:
+            # Too large to track by element: distinct pieces that add up to the whole are taken as disjoint.
+            entry.covered, entry.origin = True, "op"
+
+
+def _producers(
+    entry: StorageEntry, defined: tuple[int, int, int] | None, g: Geometry | None
+) -> tuple[tuple[int, int], ...]:
+    """The record that defined a value, then every later write that may overlap it."""
+    if defined is None:
+        if not entry.definitions and not entry.writes:
+            return ()
+        first, last = _extent(g) if g is not None else (0, 0)
+        base = [(seq, index) for h, (seq, index, _) in entry.definitions.items() if _covers(h, first, last)]
+        writes = [(w[0], w[1]) for w in entry.writes if w[2] < last and w[3] > first]
+        return tuple(base[:1] + [w for w in writes if w not in base[:1]])
+    seq, index, before = defined
+    if before == len(entry.writes):
+        return ((seq, index),)
+    first, last = _extent(g) if g is not None else (0, 0)
+    later = [(w[0], w[1]) for w in entry.writes[before:] if w[2] < last and w[3] > first]
+    return ((seq, index), *later)
+
+
+def _covers(g: Geometry, first: int, last: int) -> bool:
+    if g == ():
+        return True
+    start, end = _extent(g)
+    return start <= first and end >= last
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    try:
+        return tuple(int(s) for s in tensor.shape)
+    except (RuntimeError, TypeError):  # ragged: strided nested, symbolic jagged size
+        try:
+            return (int(tensor.size(0)),)
+        except (RuntimeError, TypeError):
+            return ()
+
+
+def _bytes_of_exotic(tensor: torch.Tensor) -> int:
+    try:
+        if tensor.layout is torch.sparse_coo:
+            return int(tensor._nnz()) * (tensor.element_size() + 8 * tensor.sparse_dim())
+        return int(tensor.numel()) * tensor.element_size()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0
+
+
+def _clone_exotic(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is torch.jagged:
+        # Its methods go through the subclass's dispatch, which is off here.
+        values, offsets = tensor._values.detach().clone(), tensor._offsets.clone()  # type: ignore[attr-defined]
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+    return tensor.detach().clone()

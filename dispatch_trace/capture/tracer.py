@@ -1,0 +1,410 @@
+"""One recording in progress: its options, counters, threads, steps and the road to the writer.
+
+Guarantees: a fault of the recorder is counted and reported once and never reaches the program; work of
+the recorder's own runs without gradients and unseen by every dispatch and function mode. Knows nothing
+of how modules and ops are intercepted: that is `modules` and `ops`, which stand on top of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from dispatch_trace.capture.frames import Counters, Frame, ModuleTable, ThreadState, owner_of_node
+from dispatch_trace.capture.snapshot import Storages, dtype_name
+from dispatch_trace.config import RecordOptions
+from dispatch_trace.errors import CaptureError
+from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot, Save, StepInfo
+from dispatch_trace.store.writer import TraceWriter
+
+_current_node = torch._C._current_autograd_node
+PLAIN = frozenset({type(None), bool, int, float, str})
+_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def encode(value: Any) -> Any:
+    """A plain argument in the form that a trace keeps (schema of values: docs/format.md)."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if kind is torch.layout:
+        return {"layout": str(value).removeprefix("torch.")}
+    if kind is torch.memory_format:
+        return {"memory_format": str(value).removeprefix("torch.")}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, torch.Generator):
+        return {"generator": str(value.device)}
+    if isinstance(value, (list, tuple)):
+        return [encode(v) for v in value]
+    if isinstance(value, dict):
+        return {"dict": {str(k): encode(v) for k, v in value.items()}}
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return {"opaque": kind.__name__}
+    if isinstance(value, int):  # an enum, a bool subclass
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
+    return {"opaque": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+class SourceFinder:
+    """File and line of the innermost frame that belongs to the user, by walking the Python stack."""
+
+    def __init__(self) -> None:
+        self._internal: dict[str, bool] = {}
+
+    def __call__(self, depth: int = 2) -> tuple[str, int] | None:
+        frame = sys._getframe(depth)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            internal = self._internal.get(name)
+            if internal is None:
+                internal = self._internal[name] = (
+                    name.startswith((_TORCH_DIR, _PACKAGE_DIR, "<")) or f"{os.sep}contextlib" in name
+                )
+            if not internal:
+                return name, frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+
+class OwnOps:
+    """Everything inside runs without gradients, hidden from this recorder and from every other mode."""
+
+    __slots__ = ("_dispatch", "_function", "_grad", "_lock", "_state")
+
+    def __init__(self, lock: threading.RLock, state: ThreadState) -> None:  # type: ignore[valid-type]
+        self._lock: Any = lock
+        self._state = state
+        self._dispatch: Any = None
+        self._function: Any = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._state.busy = True
+        self._grad = torch.is_grad_enabled()
+        if self._grad:
+            torch._C._set_grad_enabled(False)
+        if torch._C._len_torch_dispatch_stack():
+            self._dispatch = torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+            self._dispatch.__enter__()
+        if torch._C._len_torch_function_stack():
+            self._function = torch._C.DisableTorchFunction()
+            self._function.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._function is not None:
+            self._function.__exit__(None, None, None)
+        if self._dispatch is not None:
+            self._dispatch.__exit__(None, None, None)
+        if self._grad:
+            torch._C._set_grad_enabled(True)
+        self._state.busy = False
+        self._lock.release()
+
+
+class Tracer:
+    """One recording in progress.
+
+    Args:
+      writer: takes the records.
+      options: what to record.
+      models: root models by name; empty to take the outermost module called.
+    """
+
+    def __init__(
+        self, writer: TraceWriter, options: RecordOptions, models: dict[str, torch.nn.Module]
+    ) -> None:
+        self.writer = writer
+        self.options = options
+        self.adopts_root = not models
+        self.table = ModuleTable()
+        for name, model in models.items():
+            self.table.add_root(name, model)
+        self.storages: Storages | None = None
+        if options.wants_values:
+            self.storages = Storages(writer, caches=options.level == "op")
+        self.state = ThreadState()
+        self.state.number = 0
+        self.counters = Counters()
+        self.op_infos: dict[Any, Any] = {}
+        self.items: dict[int | float, int] = {}
+        self.find_source = SourceFinder()
+        self.active = True
+        self.recorded_steps = False
+        self.last_step: tuple[str, int] = (next(iter(models), ""), -1)
+        self.num_records = 0
+        self.num_calls = 0
+        self.upcoming_seq = 0
+        self.faults: list[Exception] = []
+        self._steps: dict[str, int] = {}
+        self._seq = itertools.count()
+        self._threads = itertools.count(1)
+        self._lock = threading.RLock()
+        self._bracket: dict[str, Any] | None = None
+        self._bracket_steps: dict[str, int] = {}
+        self._running: dict[str, int] = {}
+        self._parameter_owners: dict[int, list[tuple[str, str, torch.nn.Module, str]]] = {}
+
+    # -- what is wanted ------------------------------------------------------------------------------
+
+    def wants_op(self, base: str) -> bool:
+        return self.options.wants_op(base)
+
+    def wants_step(self, step: int) -> bool:
+        return self.options.wants_step(step)
+
+    @property
+    def default_records_ops(self) -> bool:
+        """Whether ops outside every selected module are wanted at all."""
+        return self.options.level == "op" and self.options.selector is None
+
+    # -- the road to the writer ----------------------------------------------------------------------
+
+    def next_seq(self) -> int:
+        self.upcoming_seq = (seq := next(self._seq)) + 1
+        return seq
+
+    def put(self, record: RawRecord) -> None:
+        self.num_records += 1
+        self.writer.put(record)
+
+    def own_ops(self, state: ThreadState) -> OwnOps:
+        return OwnOps(self._lock, state)
+
+    def set_save(self, save: Save) -> None:
+        """What the snapshots that follow are for."""
+        if self.storages is not None:
+            self.storages.set_save(save)
+
+    def fault(self, error: Exception) -> None:
+        """Counts a fault of the recorder; the program goes on."""
+        with contextlib.suppress(Exception):
+            self.writer.drop(f"{type(error).__name__}: {error}")
+        first = not self.faults
+        self.faults.append(error)
+        if first and self.options.on_error == "warn":
+            with contextlib.suppress(Exception):  # warnings may be errors, and the program must not see one
+                warnings.warn(
+                    f"dispatch_trace: the recorder failed and the trace is incomplete: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def close(self) -> None:
+        self.active = False
+        if self.storages is not None:
+            self.storages.close()
+        self.op_infos.clear()
+
+    # -- threads -------------------------------------------------------------------------------------
+
+    def number_thread(self, state: ThreadState) -> None:
+        if state.number < 0:
+            state.number = next(self._threads)
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def new_step(self, model: str, meta: dict[str, Any]) -> int:
+        step = self._steps.get(model, -1) + 1
+        self._steps[model] = step
+        self.last_step = (model, step)
+        if self.wants_step(step):
+            self.recorded_steps = True
+            self.writer.put_step(StepInfo(step=step, model=model, meta=meta))
+        self.items.clear()
+        # Backward may still come for the last few steps; what is older is never asked for again.
+        self.counters.forget_before(model, step - 64)
+        return step
+
+    def enter_bracket(self, meta: dict[str, Any]) -> None:
+        if self._bracket is not None:
+            raise CaptureError("rec.step() was entered inside rec.step(); a step cannot hold another.")
+        self._bracket = meta
+        self._bracket_steps = {}
+        if len(self.table.roots) <= 1:
+            model = next(iter(self.table.roots), "")
+            self._bracket_steps[model] = self.new_step(model, meta)
+
+    def leave_bracket(self) -> None:
+        self._bracket = None
+
+    def step_of_root_call(self, model: str) -> int:
+        """The step that an outermost call of a root model belongs to."""
+        if self._bracket is None:
+            return self.new_step(model, {})
+        step = self._bracket_steps.get(model)
+        if step is None:
+            step = self._bracket_steps[model] = self.new_step(model, self._bracket)
+        return step
+
+    def outside_frame(self) -> Frame | None:
+        """The room for ops outside all module calls, or None where they are not to be recorded."""
+        model, step = self.last_step
+        if self._bracket is not None:
+            step = self._bracket_steps.get(model, step)
+        elif not self.adopts_root:
+            return None
+        records = self.default_records_ops and (step < 0 or self.wants_step(step))
+        return self.counters.body(
+            model=model, step=step, phase="fwd", path="", call=NO_CALL, records_ops=records
+        )
+
+    def root_entered(self, model: str) -> None:
+        self._running[model] = self._running.get(model, 0) + 1
+
+    def root_left(self, model: str) -> None:
+        self._running[model] -= 1
+
+    def is_running(self, model: str) -> bool:
+        """Whether a call of the root model is in progress, in whatever thread."""
+        return self._running.get(model, 0) > 0
+
+    def in_bracket(self) -> bool:
+        return self._bracket is not None
+
+    # -- module calls --------------------------------------------------------------------------------
+
+    def phase_and_call(self, state: ThreadState, model: str, path: str, step: int) -> tuple[GradPhase, int, int]:
+        """(grad phase, call, step) of a module call that is being entered."""
+        node = _current_node()
+        if node is None:
+            return "fwd", self.counters.next_call(model, step, "fwd", path), step
+        owner = owner_of_node(state, node)
+        if owner is not None:
+            step = owner.step
+        frame = owner
+        while frame is not None:
+            if frame.path == path and frame.model == model:
+                return "recompute", frame.call, step
+            frame = frame.parent
+        return "recompute", self.counters.recomputed_call(model, step, path), step
+
+    # -- values --------------------------------------------------------------------------------------
+
+    def value_slots(self, name: str, value: Any, role: str) -> list[RawSlot]:
+        """Slots of one leaf of a module's inputs or outputs, always with a value of their own."""
+        if not isinstance(value, torch.Tensor):
+            return [RawSlot(name, role, value=encode(value), is_tensor=False)]
+        if self.storages is None:
+            return [RawSlot(name, role, dtype=dtype_name(value.dtype), shape=_shape(value), device=str(value.device))]
+        kind = type(value)
+        if kind in _PLAIN_TENSORS or value.layout is torch.jagged:
+            return [self._own_slot(name, value, role)]
+        return self._subclass_slots(name, value, role)
+
+    def _own_slot(self, name: str, value: torch.Tensor, role: str) -> RawSlot:
+        assert self.storages is not None
+        try:
+            slot = self.storages.read(value, name, -1, -1, own=True)
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # e.g. a batched tensor under vmap
+            first_line = str(error).partition("\n")[0]
+            slot = RawSlot(name, role, dtype=dtype_name(value.dtype), note=f"unreadable: {first_line}")
+        slot.role = role
+        if role == "out":
+            slot.leaf = False
+        return slot
+
+    def _subclass_slots(self, name: str, value: torch.Tensor, role: str) -> list[RawSlot]:
+        """A tensor subclass: what it says of itself, and the plain tensors inside where it lets us look."""
+        kind = type(value).__name__
+        note = "fake tensor" if kind == "FakeTensor" else f"type {kind}"
+        outer = RawSlot(
+            name,
+            role,
+            dtype=dtype_name(value.dtype),
+            shape=_shape(value),
+            device=str(value.device),
+            note=note,
+        )
+        slots = [outer]
+        flatten = getattr(type(value), "__tensor_flatten__", None)
+        if kind != "FakeTensor" and flatten is not None:
+            inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            for attribute in inner:
+                slots += self.value_slots(f"{name}.{attribute}", getattr(value, attribute), role)
+        return slots
+
+    # -- parameters ----------------------------------------------------------------------------------
+
+    def record_parameters(self, state: ThreadState, model: str, step: int) -> None:
+        """A record for each parameter and buffer of the selected modules that is new or has changed."""
+        if self.storages is None or self.options.params == "none":
+            return
+        for name, path, module in list(self.table.items()):
+            if name == model and self.options.wants_module(path):
+                self._record_parameters_of(state, model, path, module, step)
+
+    def record_written_parameters(self, state: ThreadState, step: int) -> None:
+        """The same for those that a recorded op has written since."""
+        if self.storages is None or not self.storages.written_parameters or self.options.params == "none":
+            return
+        numbers = list(self.storages.written_parameters)
+        self.storages.written_parameters.clear()
+        for number in numbers:
+            for model, path, module, attribute in self._parameter_owners.get(number, ()):
+                tensor = module._parameters.get(attribute, module._buffers.get(attribute))
+                if tensor is not None:
+                    self._record_parameter(state, model, path, module, attribute, tensor, step)
+
+    def _record_parameters_of(
+        self, state: ThreadState, model: str, path: str, module: torch.nn.Module, step: int
+    ) -> None:
+        for table in (module._parameters, module._buffers):
+            for attribute, tensor in list(table.items()):
+                if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
+                    self._record_parameter(state, model, path, module, attribute, tensor, step)
+
+    def _record_parameter(
+        self,
+        state: ThreadState,
+        model: str,
+        path: str,
+        module: torch.nn.Module,
+        attribute: str,
+        tensor: torch.Tensor,
+        step: int,
+    ) -> None:
+        assert self.storages is not None
+        known = (model, path, attribute)
+        if self.storages.parameter_is_current(tensor, known):
+            return
+        self.set_save("tensors" if self.options.params == "tensors" else "stats")
+        seq = self.next_seq()
+        if type(tensor) in _PLAIN_TENSORS:
+            slot = self.storages.parameter(tensor, known, seq)
+            owners = self._parameter_owners.setdefault(slot.storage, [])
+            if (model, path, module, attribute) not in owners:
+                owners.append((model, path, module, attribute))
+            slots = [slot]
+        else:
+            self.storages.remember_parameter(tensor, known)
+            slots = self._subclass_slots("out", tensor, "out")
+        self.put(
+            RawRecord(
+                seq, "param", step=step, model=model, module=path, name=attribute, slots=slots, thread=state.number
+            )
+        )
+
+
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    try:
+        return tuple(int(s) for s in value.shape)
+    except (RuntimeError, TypeError):
+        return ()

@@ -1,0 +1,436 @@
+"""`record()`: picks the capture path for a model and ties it to the writer.
+
+Guarantees: what `__enter__` did is undone in `__exit__`, whatever the program raises; the program's own
+exceptions pass unchanged and the trace so far is kept; an empty recording is an error, never silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from dispatch_trace.capture.inline import ACTIVE
+from dispatch_trace.capture.modules import ModuleRecorder
+from dispatch_trace.capture.ops import OpRecorder
+from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, RecordOptions, record_options
+from dispatch_trace.errors import CaptureError, ConfigError, DispatchTraceError
+from dispatch_trace.patterns import select_modules
+from dispatch_trace.schema import SCHEMA_VERSION
+from dispatch_trace.sketch import SKETCH_PARAMETERS
+from dispatch_trace.store.writer import TraceWriter
+
+# Environment that changes numerics on some device (NEURON.md, rule 5); recorded, never set.
+_ENVIRONMENT = (
+    "NEURON_CC_FLAGS",
+    "NEURON_COMPILER_OPT_LEVEL",
+    "NEURON_LAUNCH_BLOCKING",
+    "NEURON_LOGICAL_NC_CONFIG",
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+    "NEURON_RT_STOCHASTIC_ROUNDING_SEED",
+    "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY",
+    "NEURON_FRAMEWORK_DEBUG",
+    "NEURON_FUSE_SOFTMAX",
+    "XLA_FLAGS",
+    "XLA_IR_DEBUG",
+    "XLA_HLO_DEBUG",
+    "XLA_DISABLE_FUNCTIONALIZATION",
+    "VLLM_NEURON_CPU_MODE",
+    "ATEN_CPU_CAPABILITY",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+
+_live: weakref.WeakSet[Tracer] = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    """A forked child (a data loader's worker) has no writer thread: it records nothing."""
+    for tracer in list(_live):
+        tracer.active = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_in_child)
+
+
+class record:  # noqa: N801 - a context manager, named like a function
+    """Records what a model computes while the block runs.
+
+        with dt.record("ref.trace", model, save="tensors") as rec:
+            model(x)                                     # step 0
+            with rec.step(phase="decode", req_ids=["a"]):
+                model(y)                                 # step 1
+
+    Args:
+      path: directory of the trace; this process writes `rank{N}/` below it.
+      model: a module, a dict of named modules, or None for the outermost module called.
+      level: "op" (ops and modules) or "module" (no dispatch mode at all).
+      save: "meta", "stats", "leaves" or "tensors", or a list of (pattern, save) pairs over module
+        paths, the last match winning.
+      stats: names of the statistics wanted; None for all.
+      select: one pattern or several over module paths (full-match regular expressions, `layers.0-3`
+        expands); with level "op" their submodules come along.
+      ops: a regular expression on op base names (`aten\\.mm`), matched whole.
+      steps: an int, a range, a set or a predicate of the step number.
+      inputs: record input slots.
+      params: "none", "stats" or "tensors"; by default "tensors" where `save` keeps data.
+      sketch: keep a sketch of every value, by which two traces without data can be compared.
+      meta: plain values for the header.
+      recompile: allow a compiled model to be compiled again.
+      overwrite: replace this process's `rank{N}/` if it is there.
+      on_error: what a fault of the recorder does: "warn" once and go on, or "raise" at the end.
+      max_bytes: stop storing data beyond this many bytes; statistics go on.
+      max_pending_bytes: bound on what waits to be written, in bytes; the program waits beyond it.
+
+    Raises:
+      ConfigError, PatternError, NoMatchError, TraceExistsError: on entry.
+      CaptureError: at the end, where nothing was captured, or the recorder failed and
+        `on_error="raise"`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module | dict[str, torch.nn.Module] | None = None,
+        *,
+        level: str = "op",
+        save: str | Sequence[tuple[str, str]] = "stats",
+        stats: Iterable[str] | None = None,
+        select: str | Iterable[str] | None = None,
+        ops: str | None = None,
+        steps: Any = None,
+        inputs: bool = True,
+        params: str | None = None,
+        sketch: bool = True,
+        meta: dict[str, Any] | None = None,
+        recompile: bool = False,
+        overwrite: bool = False,
+        on_error: str = "warn",
+        max_bytes: int | None = None,
+        max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self._models = _named_models(model)
+        self._options = record_options(
+            level=level,
+            save=save,
+            stats=stats,
+            select=select,
+            ops=ops,
+            steps=steps,
+            inputs=inputs,
+            params=params,
+            sketch=sketch,
+            on_error=on_error,
+        )
+        if max_pending_bytes <= 0 or (max_bytes is not None and max_bytes < 0):
+            raise ConfigError(
+                f"max_pending_bytes={max_pending_bytes}, max_bytes={max_bytes}: expected sizes in bytes above 0."
+            )
+        self._meta = _plain_meta(meta)
+        self._recompile = recompile
+        self._overwrite = overwrite
+        self._max_bytes = max_bytes
+        self._max_pending_bytes = max_pending_bytes
+        self._tracer: Tracer | None = None
+        self._modules: ModuleRecorder | None = None
+        self._mode: OpRecorder | None = None
+
+    def __enter__(self) -> record:
+        if self._tracer is not None:
+            raise ConfigError("this recording was entered before; make a new dt.record(...) for each block.")
+        options = self._options
+        models = self._models
+        if options.select and models:
+            paths = sorted({p for m in models.values() for p in _module_paths(m)})
+            for pattern in options.select:
+                select_modules([pattern], paths)
+        writer = TraceWriter(
+            self.path,
+            _header(options, models, self._meta),
+            rank=current_rank(),
+            overwrite=self._overwrite,
+            stats=options.stats,
+            sketch=options.sketch,
+            max_bytes=self._max_bytes,
+            max_pending_bytes=self._max_pending_bytes,
+            on_fault=self._on_writer_fault,
+        )
+        tracer = self._tracer = Tracer(writer, options, models)
+        _live.add(tracer)
+        self._modules = ModuleRecorder(tracer)
+        try:
+            self._modules.install()
+            if options.level == "op":
+                self._mode = OpRecorder(tracer)
+                self._mode.__enter__()
+                tracer.state.modes += 1
+            ACTIVE.append(tracer)
+        except BaseException:
+            self._undo()
+            writer.close(aborted=True)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tracer = self._tracer
+        assert tracer is not None
+        self._undo()
+        tracer.close()
+        tracer.writer.close(aborted=error is not None)
+        if error is not None:
+            return
+        if tracer.num_records == 0:
+            raise CaptureError(self._why_empty(tracer))
+        if tracer.faults and self._options.on_error == "raise":
+            first = tracer.faults[0]
+            raise CaptureError(
+                f"{self.path}: the recorder failed {len(tracer.faults)} times and the trace is incomplete; "
+                f"first: {type(first).__name__}: {first}"
+            ) from first
+
+    @property
+    def num_records(self) -> int:
+        """How many records have been made so far."""
+        return 0 if self._tracer is None else self._tracer.num_records
+
+    @contextlib.contextmanager
+    def step(self, **meta: Any) -> Iterator[None]:
+        """Everything inside is one step, with this metadata (phase, req_ids, positions, …).
+
+        Args:
+          **meta: plain values or tensors (kept as nested lists).
+        """
+        tracer = self._tracer
+        if tracer is None or not tracer.active:
+            raise ConfigError("rec.step() outside the recording's block.")
+        with tracer.own_ops(tracer.state):
+            values = _plain_meta(meta)
+        tracer.enter_bracket(values)
+        try:
+            yield
+        finally:
+            tracer.leave_bracket()
+
+    def _undo(self) -> None:
+        tracer = self._tracer
+        if tracer is not None:
+            tracer.active = False
+            if tracer in ACTIVE:
+                ACTIVE.remove(tracer)
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+        if self._modules is not None:
+            self._modules.remove()
+
+    def _on_writer_fault(self, error: Exception) -> None:
+        if self._tracer is not None:
+            self._tracer.fault(error)
+
+    def _why_empty(self, tracer: Tracer) -> str:
+        if tracer.num_calls and self._options.steps is not None:
+            why = f"no step matched steps={self._options.steps!r}"
+        elif tracer.num_calls:
+            why = "the modules that were called are not among those selected"
+        else:
+            why = "the model was never called inside the block"
+        return f"{self.path}: nothing was recorded: {why}."
+
+
+def current_rank() -> int:
+    """Rank of this process: torch.distributed's where it runs, else $RANK, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdigit() else 0
+
+
+def _named_models(model: Any) -> dict[str, torch.nn.Module]:
+    if model is None:
+        return {}
+    models = model if isinstance(model, dict) else {"": model}
+    for name, each in models.items():
+        if not isinstance(each, torch.nn.Module) or not isinstance(name, str):
+            raise ConfigError(
+                f"model: expected a torch.nn.Module, a dict of named modules or None, got {type(each).__name__}"
+                f"{f' for {name!r}' if name else ''}."
+            )
+    return dict(models)
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def _module_paths(model: torch.nn.Module) -> list[str]:
+    return [
+        ".".join(p for p in path.split(".") if p != "_orig_mod")
+        for path, _ in model.named_modules(remove_duplicate=False)
+    ]
+
+
+def _plain_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.detach().cpu().tolist()
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple, set, range)):
+            return [plain(v) for v in value]
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise ConfigError(f"meta: {value!r} is no plain value (None, bool, int, float, str, list, dict, tensor).")
+
+    return {k: plain(v) for k, v in (meta or {}).items()}
+
+
+def _header(
+    options: RecordOptions, models: dict[str, torch.nn.Module], meta: dict[str, Any]
+) -> dict[str, Any]:
+    from dispatch_trace import __version__
+
+    world = int(os.environ.get("WORLD_SIZE", "1")) if os.environ.get("WORLD_SIZE", "1").isdigit() else 1
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "package_version": __version__,
+        "torch_version": torch.__version__,
+        "python_version": platform.python_version(),
+        "platform": platform.platform(),
+        "start_time": time.time(),
+        "command": [os.path.basename(a) if i == 0 else a for i, a in enumerate(sys.argv)],
+        "device": _device_of(models),
+        "lane": "eager",
+        "compile_backend": None,
+        "grad_enabled": torch.is_grad_enabled(),
+        "inference_mode": torch.is_inference_mode_enabled(),
+        "num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "environment": {
+            k: v
+            for k, v in os.environ.items()
+            if k in _ENVIRONMENT or k.startswith("TORCH_NEURONX_")
+        },
+        "models": {
+            name: {
+                "class": f"{type(_unwrapped(m)).__module__}.{type(_unwrapped(m)).__qualname__}",
+                "training": m.training,
+            }
+            for name, m in models.items()
+        },
+        "modules": _module_table(models),
+        "options": options.header(),
+        "sketch": SKETCH_PARAMETERS if options.sketch else None,
+        "world_size": world,
+        "rank": current_rank(),
+        "meta": meta,
+    }
+
+
+def _device_of(models: dict[str, torch.nn.Module]) -> str:
+    for model in models.values():
+        for tensor in (*model.parameters(), *model.buffers()):
+            return str(tensor.device.type)
+    return "cpu"
+
+
+def _module_table(models: dict[str, torch.nn.Module]) -> list[dict[str, Any]]:
+    """[{model, path, class, parameters: [{name, shape, dtype, buffer}]}] for every path, shared modules too."""
+    table = []
+    for name, model in models.items():
+        for path, module in model.named_modules(remove_duplicate=False):
+            parts = [p for p in path.split(".") if p != "_orig_mod"]
+            if path.split(".")[-1] == "_orig_mod" or isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+                module = _unwrapped(module)
+            parameters = []
+            for buffer, tensors in ((False, module._parameters), (True, module._buffers)):
+                for key, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    lazy = torch.nn.parameter.is_lazy(tensor)
+                    parameters.append(
+                        {
+                            "name": key,
+                            "shape": None if lazy else [int(s) for s in tensor.shape],
+                            "dtype": str(tensor.dtype).removeprefix("torch."),
+                            "buffer": buffer,
+                        }
+                    )
+            row = {
+                "model": name,
+                "path": ".".join(parts),
+                "class": f"{type(module).__module__}.{type(module).__qualname__}",
+                "parameters": parameters,
+            }
+            if row not in table[-1:]:
+                table.append(row)
+    return table
+
+
+def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:
+    """Runs the model with and without the recorder and says whether the outputs are equal bit for bit.
+
+    The random state is set back before each run and after the last; a copy of the model runs, so that
+    buffers and caches of the original stay as they are.
+
+    Args:
+      model: any module that can be deep-copied.
+      *inputs, **kwargs: what to call it with.
+    Returns: True where every output tensor has the same bits.
+    """
+    import copy
+    import tempfile
+
+    from dispatch_trace.capture.modules import flatten
+
+    outputs = []
+    with torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        for recorded in (False, True):
+            torch.set_rng_state(state)
+            twin, (args, named) = copy.deepcopy(model), copy.deepcopy((inputs, kwargs))
+            if recorded:
+                with tempfile.TemporaryDirectory() as folder, record(Path(folder) / "observer.trace", twin):
+                    out = twin(*args, **named)
+            else:
+                out = twin(*args, **named)
+            outputs.append([v for _, v in flatten(out, "out") if isinstance(v, torch.Tensor)])
+    plain, watched = outputs
+    return len(plain) == len(watched) and all(_same_bits(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    if a.numel() == 0:
+        return True
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+__all__ = ["DispatchTraceError", "check_observer", "current_rank", "record"]
