@@ -64,9 +64,17 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
         return memoryview(b"")
-    # Not data_ptr() or numpy(): both copy the memory of a lazy clone (measured, torch 2.13).
-    view: memoryview = _memory_view(torch._C._data_address(tensor), num_bytes, _READ)
+    view: memoryview = _memory_view(_address(tensor), num_bytes, _READ)
     return view
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the first element lies, for reading.
+
+    Not `data_ptr()` or `numpy()`: both copy the memory of a lazy clone. `_data_address` does not, but
+    knows no storage offset (measured, torch 2.13).
+    """
+    return torch._C._data_address(tensor) + tensor.storage_offset() * tensor.element_size()
 
 
 def shard_tensor(part: torch.Tensor, number: int) -> ShardTensor:
@@ -205,7 +213,7 @@ def _raw_storage(tensor: torch.Tensor) -> torch.Tensor:
     num_bytes = _quantized_bytes(tensor)
     raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     if num_bytes:
-        ctypes.memmove(raw.data_ptr(), torch._C._data_address(tensor), num_bytes)
+        ctypes.memmove(raw.data_ptr(), _address(tensor), num_bytes)
     return raw
 
 
