@@ -266,7 +266,7 @@ def before_op(
         overload=info.overload,
         light=info.light,
         random=info.random,
-        source=tracer.find_source(4),
+        source=tracer.find_source(2),
         thread=state.number,
     )
     with tracer.own_ops(state):

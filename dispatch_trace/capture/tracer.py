@@ -28,6 +28,7 @@ _current_node = torch._C._current_autograd_node
 PLAIN = frozenset({type(None), bool, int, float, str})
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_DEMO_FILE = _PACKAGE_DIR + "demo.py"  # its models stand for a user's code
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
@@ -75,7 +76,7 @@ class SourceFinder:
             name = frame.f_code.co_filename
             internal = self._internal.get(name)
             if internal is None:
-                internal = self._internal[name] = (
+                internal = self._internal[name] = name != _DEMO_FILE and (
                     name.startswith((_TORCH_DIR, _PACKAGE_DIR, "<")) or f"{os.sep}contextlib" in name
                 )
             if not internal:
