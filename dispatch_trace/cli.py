@@ -1,0 +1,312 @@
+"""The command line: `dispatch-trace VERB ...`, which `tools/align.py` and `python -m dispatch_trace` run too.
+
+Turns arguments into calls and results into exit codes, and nothing else: what is said about a trace
+comes from `report`. Guarantees:
+
+* Exit status 0 match, 1 diverged, 2 bad usage or unreadable input, 3 inconclusive. Whatever goes wrong
+  is never 0 or 1: Python's own status of a crash is 1, which a script would take for `diverged`.
+* Every `DispatchTraceError` is one message on stderr, never a traceback.
+* `--help`, `show` and an `align` of traces without tensor data do not import torch; `--help` imports
+  nothing of this package but this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dispatch_trace import __version__
+from dispatch_trace.errors import ConfigError, DispatchTraceError
+
+EXIT_STATUS = {"match": 0, "diverged": 1, "inconclusive": 3}
+EXIT_UNREADABLE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+# Set to see where an unexpected error (a bug of ours) came from.
+DEBUG_VARIABLE = "DISPATCH_TRACE_DEBUG"
+
+_STATUS_HELP = (
+    "exit status: 0 match (within noise), 1 diverged, 2 bad usage or unreadable input, 3 inconclusive"
+)
+
+Progress = Callable[[int, int, str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the arguments without the program's name; None: those of the process.
+    Returns: the exit status (see the module's docstring).
+    """
+    parser = _parser()
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its message: 0 after --help, 2 after a bad argument
+        return stop.code if isinstance(stop.code, int) else EXIT_UNREADABLE
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except DispatchTraceError as error:
+        return _fail(f"{type(error).__name__}: {error}")
+    except BrokenPipeError:
+        # `dispatch-trace show X | head`: the reader has seen enough. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREADABLE
+    except OSError as error:
+        return _fail(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        return _fail(
+            f"internal error: {type(error).__name__}: {error}\n"
+            f"This is a bug of dispatch_trace. {DEBUG_VARIABLE}=1 shows where it comes from."
+        )
+
+
+def _fail(message: str) -> int:
+    sys.stdout.flush()
+    sys.stderr.write(f"{message}\n")
+    return EXIT_UNREADABLE
+
+
+# --- verbs ------------------------------------------------------------------------------------------
+
+
+def _align(options: argparse.Namespace) -> int:
+    renames, steps = _renames(options.rename), _steps(options.step)
+    _check_writable(options.json)
+    from dispatch_trace import session
+    from dispatch_trace.report import text
+
+    with _progress() as progress:
+        alignment = session.align(
+            options.ref,
+            options.target,
+            golden=options.golden,
+            rename=renames,
+            declared=options.declared or None,
+            exact=options.exact,
+            tolerance=options.tolerance,
+            steps=steps,
+            progress=progress,
+        )
+    if options.json is not None:
+        alignment.to_json(options.json)
+    print(text.alignment(alignment, ref=options.ref, target=options.target, top=options.top))
+    return EXIT_STATUS[alignment.verdict]
+
+
+def _show(options: argparse.Namespace) -> int:
+    from dispatch_trace.report import listing
+    from dispatch_trace.store.reader import open_ranks
+
+    ranks = open_ranks(options.trace)
+    if options.record is not None:
+        print(listing.record(ranks, options.record, rank=options.rank))
+    elif options.module is not None or options.op is not None or options.kind is not None:
+        print(
+            listing.records(
+                ranks,
+                module=options.module,
+                op=options.op,
+                kind=options.kind,
+                steps=_steps(options.step),
+                top=options.top,
+            )
+        )
+    else:
+        print(listing.overview(ranks, path=options.trace, depth=options.depth, steps=_steps(options.step)))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from dispatch_trace.report import listing
+    from dispatch_trace.store.reader import open_ranks
+
+    ranks = open_ranks(options.trace)
+    problems: list[str] = []
+    with _progress() as progress:
+        for done, rank in enumerate(ranks):
+            if progress is not None:
+                progress(done, len(ranks), f"verifying rank {rank.rank}")
+            problems += [f"rank {rank.rank}: {problem}" for problem in rank.verify()]
+    print(listing.verification(ranks, problems, path=options.trace))
+    return EXIT_UNREADABLE if problems else 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from dispatch_trace import demo
+
+    return demo.run(options.output)
+
+
+# --- arguments --------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dispatch-trace",
+        description="Aligns two recordings of a PyTorch model and names the first place where they part.",
+        epilog=_STATUS_HELP,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    align = verbs.add_parser(
+        "align",
+        help="compare a target trace with a reference trace",
+        description="Aligns TARGET with REF and says whether, and where first, TARGET goes wrong.",
+        epilog=_STATUS_HELP,
+    )
+    align.add_argument("ref", metavar="REF", help="trace of the trusted run")
+    align.add_argument("target", metavar="TARGET", help="trace of the run under suspicion")
+    align.add_argument("--golden", metavar="TRACE", help="a run of the reference in higher precision")
+    align.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        help="the reference's module OLD is the target's NEW (repeatable)",
+    )
+    align.add_argument(
+        "--step", metavar="N", action="append", default=[], help="only step N, or steps N-M (repeatable)"
+    )
+    align.add_argument(
+        "--declared",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="a lower precision that is meant, as 'matmul operands bf16' (repeatable)",
+    )
+    align.add_argument(
+        "--tolerance", metavar="X", type=_allowed_error, help="relative error that is allowed at every site"
+    )
+    align.add_argument("--exact", action="store_true", help="bitwise: any difference is a divergence")
+    align.add_argument(
+        "--top", metavar="N", type=_count, default=3, help="list N findings (default %(default)s)"
+    )
+    align.add_argument("--json", metavar="FILE", help="write the same facts for programs (docs/json.md)")
+    align.set_defaults(run=_align)
+
+    show = verbs.add_parser(
+        "show",
+        help="what a trace holds: header, module tree, records",
+        description="Shows a trace: without options its header and module tree; with --module, --op or "
+        "--kind the records that match; with --record one of them in full.",
+    )
+    show.add_argument("trace", metavar="TRACE")
+    show.add_argument("--module", metavar="PATTERN", help="records of modules that match ('' is the root)")
+    show.add_argument("--op", metavar="REGEX", help="records of ops whose base name matches")
+    show.add_argument("--kind", choices=("op", "module", "inline", "param"), help="records of one kind")
+    show.add_argument("--step", metavar="N", action="append", default=[], help="only step N, or steps N-M")
+    show.add_argument("--record", metavar="SEQ", type=_count, help="one record, by its sequence number")
+    show.add_argument("--rank", metavar="N", type=_count, default=None, help="the rank of --record")
+    show.add_argument("--depth", metavar="N", type=_count, help="levels of the module tree")
+    show.add_argument(
+        "--top", metavar="N", type=_count, default=30, help="list N records (default %(default)s)"
+    )
+    show.set_defaults(run=_show)
+
+    verify = verbs.add_parser(
+        "verify",
+        help="check that a trace is whole",
+        description="Reads every frame and every tensor of a trace and checks lengths, checksums and hashes. "
+        "Exit status 0 when it is sound, 2 when not.",
+    )
+    verify.add_argument("trace", metavar="TRACE")
+    verify.set_defaults(run=_verify)
+
+    demo = verbs.add_parser(
+        "demo",
+        help="record MiniLM in fp32, bf16 and int8, and find a planted mistake",
+        description="Records real MiniLM weights on real sentences in float32, bfloat16 and int8, plants a "
+        "mistake in the last two, and shows what the aligner says.",
+    )
+    demo.add_argument(
+        "--output", metavar="DIR", default="demo-traces", help="where the traces go (default %(default)s)"
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number from 0 on")
+    return int(value)
+
+
+def _allowed_error(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value!r} is no finite number from 0 on")
+    return number
+
+
+def _renames(rules: Sequence[str]) -> dict[str, str] | None:
+    """Splits `OLD=NEW` rules; both sides may be empty, which is the root."""
+    renames: dict[str, str] = {}
+    for rule in rules:
+        old, equals, new = rule.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--rename {rule!r} has no '='. Write OLD=NEW: the reference's path, then the target's."
+            )
+        if renames.get(old, new) != new:
+            raise ConfigError(f"--rename gives {old!r} two names: {renames[old]!r} and {new!r}.")
+        renames[old] = new
+    return renames or None
+
+
+def _steps(ranges: Sequence[str]) -> set[int] | None:
+    """Reads `N` and `N-M` (both ends included); None when no step was given."""
+    steps: set[int] = set()
+    for text in ranges:
+        first, dash, last = text.partition("-")
+        try:
+            low, high = int(first), int(last if dash else first)
+        except ValueError:
+            raise ConfigError(f"--step {text!r} is neither a number N nor a range N-M.") from None
+        if high < low:
+            raise ConfigError(f"--step {text!r} is upside down. Write the smaller number first.")
+        steps.update(range(low, high + 1))
+    return steps or None
+
+
+def _check_writable(path: str | None) -> None:
+    """Refuses an output file that cannot be written before the work is done, not after it."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir():
+        what = "it is a directory" if Path(path).is_dir() else f"{str(folder)!r} is no directory"
+        raise ConfigError(f"--json {path!r} cannot be written: {what}.")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """A progress bar on stderr while the work runs; None where nobody watches (no terminal)."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield report
