@@ -43,10 +43,15 @@ def _restore(value: dict[Any, Any]) -> Any:
     return value
 
 
+def plain_packer() -> Callable[[Any], bytes]:
+    """A `pack_plain` that is quicker when called often; for one thread only."""
+    pack: Callable[[Any], bytes] = msgpack.Packer(default=_default, unicode_errors="backslashreplace").pack
+    return pack
+
+
 def pack_plain(value: Any) -> bytes:
     """A plain value as msgpack; tuples become arrays, integers beyond 64 bits `{"int": "<decimal>"}`."""
-    packed: bytes = msgpack.packb(value, default=_default, unicode_errors="backslashreplace")
-    return packed
+    return plain_packer()(value)
 
 
 def unpack_plain(data: bytes | memoryview) -> Any:

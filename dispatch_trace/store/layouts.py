@@ -11,22 +11,26 @@ The encodings are specified in docs/format.md, section "Encodings".
 from __future__ import annotations
 
 import ctypes
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
+from dispatch_trace.chunks import logical_chunks
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.store.dtypes import SHARD_DTYPES, is_shard_dtype, shard_shape
 from dispatch_trace.store.shards import ShardTensor
 
 # Above this logical size an expanded tensor is hashed by its distinct elements (format.md, "Hash").
-EXPANDED_HASH_BYTES = 1 << 30
-_CHUNK_BYTES = 4 << 20
-_CONTIGUOUS_BYTES = 32 << 20
+EXPANDED_HASH_BYTES = 1 << 28
+# What an encoding may say that is no part of the value: caches that an op may fill at any time.
+_UNHASHED = frozenset(("coalesced", "min_length", "max_length"))
+_CHUNK_ELEMENTS = 1 << 18
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.restype = ctypes.py_object
@@ -74,7 +78,8 @@ def _address(tensor: torch.Tensor) -> int:
     Not `data_ptr()` or `numpy()`: both copy the memory of a lazy clone. `_data_address` does not, but
     knows no storage offset (measured, torch 2.13).
     """
-    return torch._C._data_address(tensor) + tensor.storage_offset() * tensor.element_size()
+    start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return start + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def shard_tensor(part: torch.Tensor, number: int) -> ShardTensor:
@@ -104,11 +109,14 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 def summary_view(tensor: torch.Tensor) -> torch.Tensor:
     """The strided tensor whose statistics stand for this one: of a sparse or nested tensor, its values."""
     if tensor.is_nested:
-        return tensor._values if tensor.layout is torch.jagged else tensor.values()
+        values: torch.Tensor = tensor.values()
+        return values
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     if str(tensor.layout).startswith("torch.sparse"):
         return tensor.values()
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
     return tensor
 
 
@@ -165,7 +173,7 @@ def _pack_sparse(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, A
         components = [tensor.to_dense()]
     else:
         raise TypeError(f"no known way to store layout {layout}")
-    encoding["parts"] = [_pack(component, parts) for component in components]
+    encoding["parts"] = _pack_components(components, parts)
     return encoding
 
 
@@ -180,9 +188,14 @@ def _pack_nested(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, A
             "ragged_dim": nested._ragged_idx,
             "min_length": _length(metadata.get("min_seqlen")),
             "max_length": _length(metadata.get("max_seqlen")),
-            "parts": [_pack(component.detach(), parts) for component in components],
+            "parts": _pack_components(components, parts),
         }
-    return {"form": "nested", "parts": [_pack(component, parts) for component in tensor.unbind()]}
+    return {"form": "nested", "parts": _pack_components(tensor.unbind(), parts)}
+
+
+def _pack_components(tensors: Iterable[torch.Tensor], parts: list[torch.Tensor]) -> list[dict[str, Any]]:
+    # Made contiguous here, so that the encoding (and with it the hash) does not depend on strides.
+    return [_pack(_contiguous(tensor.detach()), parts) for tensor in tensors]
 
 
 def _length(cached: torch.Tensor | None) -> int | None:
@@ -261,74 +274,50 @@ def content_hash(tensor: torch.Tensor) -> str:
 
 
 def content_digest(tensor: torch.Tensor, packed: Packed | None = None) -> bytes:
-    """xxh3-128 over dtype, shape and logical bytes.
+    """xxh3-128 over dtype, shape and logical bytes (docs/format.md, "Hash").
 
-    Equal for equal values whatever the strides, thread count or process. Strided tensors whose last
-    bits differ (signed zeros, NaN payloads) differ.
+    Equal for equal bytes whatever the strides, thread count or process. Values that compare equal with
+    other bits (signed zeros) differ.
 
     Args:
       tensor: any tensor that `pack` takes.
       packed: what `pack(tensor)` returned, to spare packing again.
     """
+    tensor = tensor.detach()
     shape = ",".join(map(str, shape_of(tensor)))
     hasher = xxhash.xxh3_128(f"{dtype_name(tensor.dtype)}[{shape}]".encode())
-    strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    num_bytes = tensor.numel() * tensor.element_size() if strided else 0
     if packed is not None and packed.encoding.get("form") in (None, "bytes"):
         hasher.update(view_bytes(packed.parts[0]))
-        return hasher.digest()
-    if strided and (num_bytes <= EXPANDED_HASH_BYTES or not expanded_dims(tensor)):
-        for chunk in _logical_chunks(tensor.detach()):
-            hasher.update(view_bytes(chunk))
-        return hasher.digest()
-    packed = pack(tensor) if packed is None else packed
-    hasher.update(_describe(packed.encoding).encode())
-    for part in packed.parts:
-        hasher.update(f"{dtype_name(part.dtype)}[{','.join(map(str, part.shape))}]".encode())
-        hasher.update(view_bytes(part))
+    elif _is_hashed_by_elements(tensor):
+        for chunk in _byte_chunks(tensor):
+            hasher.update(chunk)
+    else:
+        packed = pack(tensor) if packed is None else packed
+        described = {key: value for key, value in packed.encoding.items() if key not in _UNHASHED}
+        hasher.update(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
+        for part in packed.parts:
+            hasher.update(f"{dtype_name(part.dtype)}[{','.join(map(str, part.shape))}]".encode())
+            hasher.update(view_bytes(part))
     return hasher.digest()
 
 
-def _describe(encoding: Any) -> str:
-    """The encoding as text that is the same in every process (keys sorted)."""
-    if isinstance(encoding, dict):
-        return "{" + ",".join(f"{key}:{_describe(encoding[key])}" for key in sorted(encoding)) + "}"
-    if isinstance(encoding, list):
-        return "[" + ",".join(map(_describe, encoding)) + "]"
-    return repr(encoding)
+def _is_hashed_by_elements(tensor: torch.Tensor) -> bool:
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return tensor.numel() * tensor.element_size() <= EXPANDED_HASH_BYTES or not expanded_dims(tensor)
 
 
-def _logical_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A strided tensor as contiguous CPU pieces in logical order, small ones unless it is contiguous."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        yield tensor.cpu()
+def _byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a strided tensor in logical order, copied chunk by chunk unless it is contiguous."""
+    tensor = _plain(tensor)
+    if tensor.is_contiguous():
+        tensor = tensor.cpu()
+        yield view_bytes(tensor)
         return
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes <= _CONTIGUOUS_BYTES and not expanded_dims(tensor):
-        yield _contiguous(_plain(tensor)).cpu()
-        return
-    yield from _sliced_chunks(tensor)
-
-
-def _sliced_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes <= _CHUNK_BYTES or tensor.dim() == 0:
-        yield _contiguous(_plain(tensor)).cpu()
-        return
-    size, stride = tensor.shape[0], tensor.stride(0)
-    row_bytes = num_bytes // size
-    if row_bytes > _CHUNK_BYTES:
-        for index in range(size):
-            yield from _sliced_chunks(tensor[index])
-        return
-    rows = max(1, _CHUNK_BYTES // row_bytes)
-    if stride == 0:  # the same rows again and again: copied once
-        block = _contiguous(_plain(tensor[:rows])).cpu()
-        for start in range(0, size, rows):
-            yield block[: min(rows, size - start)]
-        return
-    for start in range(0, size, rows):
-        yield _contiguous(_plain(tensor[start : start + rows])).cpu()
+    # As integers of the same size: every dtype has those bytes, few have a copy kernel.
+    carrier = _CARRIERS[tensor.element_size()]
+    for _, chunk in logical_chunks(tensor.view(carrier), _CHUNK_ELEMENTS, dtype=carrier):
+        yield view_bytes(chunk)
 
 
 # Unpacking ----------------------------------------------------------------------------------------
@@ -384,14 +373,18 @@ def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Te
     if form == "nested":
         return torch._nested_tensor_from_tensor_list(components)
     if form == "jagged":
-        return torch.nested.nested_tensor_from_jagged(
+        from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
+
+        # Not torch.nested.nested_tensor_from_jagged: it logs a warning about fx.
+        nested: torch.Tensor = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
             components[0],
             components[1],
             components[2] if len(components) > 2 else None,
-            jagged_dim=encoding["ragged_dim"],
+            ragged_idx=encoding["ragged_dim"],
             min_seqlen=encoding["min_length"],
             max_seqlen=encoding["max_length"],
         )
+        return nested
     if form == "sparse_coo":
         indices, values = components
         return torch.sparse_coo_tensor(

@@ -146,7 +146,8 @@ class RankReader:
 
         Args:
           where: values that columns of the record must equal (kind, step, model, grad_phase, module,
-            call, op, n, overload, name, note, seq, producer, opened, thread), checked before records are built.
+            call, op, n, overload, name, note, seq, producer, opened, thread); checked before records are
+            built.
         """
         for index in range(len(self._entries)):
             frame = self._frame(index)
@@ -214,7 +215,7 @@ class RankReader:
         if not content.has_data:
             return None
         shape, encoding = content.shape, content.encoding
-        core_shape = shape
+        core_shape: tuple[int, ...] | None = shape
         if encoding.get("form") == "expanded":
             encoding = encoding["of"]
             core_shape = None
@@ -325,6 +326,8 @@ class RankReader:
                     "Upgrade dispatch_trace."
                 )
             self.header = frame
+        elif kind == "amend":
+            self.header |= frame["header"]
         elif kind == "records":
             self._entries.append(_FrameEntry(segment, offset, length, frame))
         elif kind == "shard":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from dispatch_trace.store.columns import (
     decode_column,
     int_column,
     pack_plain,
+    plain_packer,
     unpack_plain,
     value_column,
 )
@@ -33,14 +35,9 @@ IS_TENSOR, LEAF, UNINITIALISED = 1, 2, 4
 
 _RECORD_STRINGS = ("kind", "model", "grad_phase", "module", "op", "overload", "name", "note")
 _RECORD_NUMBERS = ("seq", "step", "call", "n", "producer", "opened", "thread")
-_record_strings = attrgetter(*_RECORD_STRINGS)
-_record_numbers = attrgetter(*_RECORD_NUMBERS)
-
 _SLOT_STRINGS = ("name", "role", "note")
 _SLOT_NUMBERS = ("storage", "storage_bytes", "alignment")
-_slot_strings = attrgetter(*_SLOT_STRINGS)
-_slot_numbers = attrgetter(*_SLOT_NUMBERS)
-_slot_geometry = attrgetter("dtype", "shape", "strides", "offset", "device", "layout")
+_geometry = attrgetter("dtype", "shape", "strides", "offset", "device", "layout")
 
 
 @dataclass(slots=True)
@@ -101,51 +98,50 @@ def _array_header(length: int) -> bytes:
     return b"\xdd" + length.to_bytes(4, "big")
 
 
-def _interned(columns: list[tuple[Any, ...]], names: Sequence[str], strings: Interner) -> dict[str, Column]:
+def _string_columns(rows: Sequence[Any], names: Sequence[str], strings: Interner) -> dict[str, Column]:
     table: dict[str, Column] = {}
-    for name, column in zip(names, columns, strict=True):
+    for name in names:
+        column = list(map(attrgetter(name), rows))
         local = {text: strings.number(text) for text in dict.fromkeys(column)}
-        table[name] = int_column([local[text] for text in column])
+        table[name] = int_column(list(map(local.__getitem__, column)))
     return table
 
 
-def _transpose(rows: list[tuple[Any, ...]], width: int) -> list[tuple[Any, ...]]:
-    return list(zip(*rows, strict=True)) if rows else [()] * width
+def _number_columns(rows: Sequence[Any], names: Sequence[str]) -> dict[str, Column]:
+    return {name: int_column(list(map(attrgetter(name), rows))) for name in names}
 
 
 def _record_table(records: Sequence[RawRecord], strings: Interner, values: Interner) -> dict[str, Column]:
-    columns = _transpose([_record_strings(record) for record in records], len(_RECORD_STRINGS))
-    table = _interned(columns, _RECORD_STRINGS, strings)
-    numbers = _transpose([_record_numbers(record) for record in records], len(_RECORD_NUMBERS))
-    table.update((name, int_column(column)) for name, column in zip(_RECORD_NUMBERS, numbers, strict=True))
+    table = _string_columns(records, _RECORD_STRINGS, strings)
+    table.update(_number_columns(records, _RECORD_NUMBERS))
     sources = [record.source or ("", -1) for record in records]
     table["source_file"] = int_column([strings.number(file) for file, _ in sources])
     table["source_line"] = int_column([line for _, line in sources])
     table["flags"] = int_column([record.light * LIGHT | record.random * RANDOM for record in records])
-    table["args"] = int_column([values.number(pack_plain(record.args)) for record in records])
+    pack = plain_packer()
+    table["args"] = int_column([values.number(pack(record.args)) for record in records])
     table["num_slots"] = int_column([len(record.slots) for record in records])
     return table
 
 
 def _slot_table(slots: Sequence[Any], strings: Interner, values: Interner) -> dict[str, Column]:
-    columns = _transpose([_slot_strings(slot) for slot in slots], len(_SLOT_STRINGS))
-    table = _interned(columns, _SLOT_STRINGS, strings)
-    numbers = _transpose([_slot_numbers(slot) for slot in slots], len(_SLOT_NUMBERS))
-    table.update((name, int_column(column)) for name, column in zip(_SLOT_NUMBERS, numbers, strict=True))
+    table = _string_columns(slots, _SLOT_STRINGS, strings)
+    table.update(_number_columns(slots, _SLOT_NUMBERS))
     table["flags"] = int_column(
         [slot.is_tensor * IS_TENSOR | slot.leaf * LEAF | slot.uninitialised * UNINITIALISED for slot in slots]
     )
+    pack = plain_packer()
     # Packed once per distinct geometry, found again by the tuple itself.
     geometries: dict[tuple[Any, ...], int] = {}
-    numbers_of_slots = []
-    for geometry in map(_slot_geometry, slots):
+    numbers = []
+    for geometry in map(_geometry, slots):
         number = geometries.get(geometry)
         if number is None:
-            number = geometries[geometry] = values.number(pack_plain(geometry))
-        numbers_of_slots.append(number)
-    table["geometry"] = int_column(numbers_of_slots)
+            number = geometries[geometry] = values.number(pack(geometry))
+        numbers.append(number)
+    table["geometry"] = int_column(numbers)
     table["value"] = int_column(
-        [-1 if slot.value is None else values.number(pack_plain(slot.value)) for slot in slots]
+        [-1 if slot.value is None else values.number(pack(slot.value)) for slot in slots]
     )
     table["content"] = int_column([-1 if slot.content is None else slot.content.id for slot in slots])
     table["num_producers"] = int_column([len(slot.producers) for slot in slots])
@@ -205,22 +201,18 @@ class RecordsFrame:
         self._content = _Table(frame["content"], self.num_contents)
         self._packed_strings: bytes = frame["strings"]
         self._packed_values: bytes = frame["values"]
-        self._strings: list[str] | None = None
-        self._values: list[Any] | None = None
-        self._slot_starts: list[int] | None = None
-        self._producer_starts: list[int] | None = None
+        self._converted_args: dict[int, tuple[tuple[str, Any], ...]] = {}
+        self._converted_geometries: dict[int, tuple[Any, ...]] = {}
 
-    @property
+    @cached_property
     def strings(self) -> list[str]:
-        if self._strings is None:
-            self._strings = unpack_plain(self._packed_strings)
-        return self._strings
+        strings: list[str] = unpack_plain(self._packed_strings)
+        return strings
 
-    @property
+    @cached_property
     def values(self) -> list[Any]:
-        if self._values is None:
-            self._values = unpack_plain(self._packed_values)
-        return self._values
+        values: list[Any] = unpack_plain(self._packed_values)
+        return values
 
     def rows(self, where: dict[str, Any]) -> Sequence[int]:
         """The rows whose columns equal the given values, found without building records.
@@ -250,63 +242,80 @@ class RecordsFrame:
 
     def record(self, row: int) -> StoredRecord:
         record, strings = self._record, self.strings
-        texts = {name: strings[record[name][row]] for name in _RECORD_STRINGS}
-        numbers = {name: record[name][row] for name in _RECORD_NUMBERS}
         flags, line = record["flags"][row], record["source_line"][row]
-        start = self._starts()[row]
-        slots = tuple(self._build_slot(start + index, index) for index in range(record["num_slots"][row]))
+        first = self._slot_starts[row]
         return StoredRecord(
             rank=self._rank,
-            args=tuple((name, value) for name, value in self.values[record["args"][row]]),
-            slots=slots,
+            args=self._args(record["args"][row]),
+            slots=tuple(self._slots(first, first + record["num_slots"][row])),
             source=(strings[record["source_file"][row]], line) if line >= 0 else None,
             light=bool(flags & LIGHT),
             random=bool(flags & RANDOM),
-            **texts,  # type: ignore[arg-type]
-            **numbers,
+            **{name: strings[record[name][row]] for name in _RECORD_STRINGS},
+            **{name: record[name][row] for name in _RECORD_NUMBERS},
         )
 
     def records(self, rows: Sequence[int]) -> Iterator[StoredRecord]:
-        for row in rows:
-            yield self.record(row)
+        return map(self.record, rows)
 
-    def _starts(self) -> list[int]:
-        if self._slot_starts is None:
-            self._slot_starts = _running_sum(self._record["num_slots"])
-            self._producer_starts = _running_sum(self._slot["num_producers"])
-        return self._slot_starts
+    @cached_property
+    def _slot_starts(self) -> list[int]:
+        return _running_sum(self._record["num_slots"])
 
-    def _build_slot(self, row: int, index: int) -> StoredSlot:
-        slot, strings = self._slot, self.strings
-        dtype, shape, strides, offset, device, layout = self.values[slot["geometry"][row]]
-        flags, value = slot["flags"][row], slot["value"][row]
-        producers: tuple[tuple[int, int], ...] = ()
-        if count := slot["num_producers"][row]:
-            assert self._producer_starts is not None
-            first = self._producer_starts[row]
-            span = slice(first, first + count)
-            producers = tuple(zip(self._producer["seq"][span], self._producer["slot"][span], strict=True))
-        return StoredSlot(
-            name=strings[slot["name"][row]],
-            role=strings[slot["role"][row]],
-            index=index,
-            value=self.values[value] if value >= 0 else None,
-            is_tensor=bool(flags & IS_TENSOR),
-            dtype=dtype,
-            shape=tuple(shape),
-            strides=tuple(strides) if strides is not None else None,
-            offset=offset,
-            device=device,
-            layout=layout,
-            storage=slot["storage"][row],
-            storage_bytes=slot["storage_bytes"][row],
-            alignment=slot["alignment"][row],
-            content=slot["content"][row],
-            producers=producers,
-            leaf=bool(flags & LEAF),
-            uninitialised=bool(flags & UNINITIALISED),
-            note=strings[slot["note"][row]],
-        )
+    @cached_property
+    def _slot_columns(self) -> list[list[Any]]:
+        columns = [self._slot[name] for name in (*_SLOT_STRINGS, *_SLOT_NUMBERS)]
+        columns += [self._slot[name] for name in ("flags", "geometry", "value", "content", "num_producers")]
+        return [*columns, _running_sum(columns[-1])[:-1]]
+
+    def _args(self, number: int) -> tuple[tuple[str, Any], ...]:
+        args = self._converted_args.get(number)
+        if args is None:
+            args = tuple((name, value) for name, value in self.values[number])
+            self._converted_args[number] = args
+        return args
+
+    def _geometry(self, number: int) -> tuple[Any, ...]:
+        geometry = self._converted_geometries.get(number)
+        if geometry is None:
+            dtype, shape, strides, *others = self.values[number]
+            geometry = (dtype, tuple(shape), tuple(strides) if strides is not None else None, *others)
+            self._converted_geometries[number] = geometry
+        return geometry
+
+    def _slots(self, start: int, stop: int) -> Iterator[StoredSlot]:
+        strings, values = self.strings, self.values
+        rows = zip(*(column[start:stop] for column in self._slot_columns), strict=True)
+        for index, row in enumerate(rows):
+            name, role, note, storage, num_bytes, alignment, flags, geometry, value, content, count, first = (
+                row
+            )
+            dtype, shape, strides, offset, device, layout = self._geometry(geometry)
+            producers: tuple[tuple[int, int], ...] = ()
+            if count:
+                span = slice(first, first + count)
+                producers = tuple(zip(self._producer["seq"][span], self._producer["slot"][span], strict=True))
+            yield StoredSlot(
+                name=strings[name],
+                role=strings[role],
+                index=index,
+                value=values[value] if value >= 0 else None,
+                is_tensor=bool(flags & IS_TENSOR),
+                dtype=dtype,
+                shape=shape,
+                strides=strides,
+                offset=offset,
+                device=device,
+                layout=layout,
+                storage=storage,
+                storage_bytes=num_bytes,
+                alignment=alignment,
+                content=content,
+                producers=producers,
+                leaf=bool(flags & LEAF),
+                uninitialised=bool(flags & UNINITIALISED),
+                note=strings[note],
+            )
 
     def content(self, content_id: int) -> StoredContent:
         content, row = self._content, content_id - self.first_content

@@ -1,0 +1,163 @@
+"""What goes to the disk together, and how contents come into it: hashed, compared, summarised, packed.
+
+Guarantees: a content is worked on once, whatever number of slots share it; equal values get one number
+and are stored once; a tensor that cannot be read costs its own data only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dispatch_trace.schema import Content, RawRecord, StepInfo
+from dispatch_trace.stats import accumulate
+from dispatch_trace.store import layouts
+from dispatch_trace.store.records import ContentRow
+
+OVER_BUDGET = "data beyond max_bytes"
+_RECORD_BYTES = 256  # a record's share of a batch, for the bound on its size
+
+
+@dataclass(slots=True)
+class Batch:
+    """One shard at most, the step frames, and one records frame.
+
+    Attributes:
+      steps, records: in the order in which they were put.
+      amendments: fields for the header.
+      contents: rows of the contents that these records were the first to refer to. Until the batch is
+        written `row.tensor` counts from the first of `parts`.
+      sketches: [k] float32 each; `row.sketch_row` counts them.
+      parts: contiguous tensors for the shard.
+      num_bytes: size, for the bound on a batch.
+      pinned_bytes: of snapshots that are held until the batch is written.
+      since: when the oldest of it was put, by `time.monotonic`.
+    """
+
+    steps: list[StepInfo] = field(default_factory=list)
+    records: list[RawRecord] = field(default_factory=list)
+    amendments: list[dict[str, Any]] = field(default_factory=list)
+    contents: list[ContentRow] = field(default_factory=list)
+    sketches: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    parts: list[torch.Tensor] = field(default_factory=list)
+    num_bytes: int = 0
+    pinned_bytes: int = 0
+    since: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.steps or self.amendments)
+
+    def add_record(self, record: RawRecord) -> None:
+        self.records.append(record)
+        self.num_bytes += _RECORD_BYTES
+
+
+class DataBudget:
+    """How many more bytes of data may be stored (`max_bytes`); once refused, always refused.
+
+    Attributes:
+      exhausted: a tensor was refused.
+    """
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self._left = max_bytes
+        self.exhausted = False
+
+    def spend(self, num_bytes: int) -> bool:
+        """Whether the bytes may be stored; if so they are counted."""
+        if self._left is not None and not self.exhausted:
+            self.exhausted = num_bytes > self._left
+            self._left -= num_bytes
+        return not self.exhausted
+
+
+class ContentTaker:
+    """Takes contents into batches; keeps what it must know of earlier ones.
+
+    Attributes:
+      num_contents: distinct contents so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        stats: tuple[str, ...] | None,
+        sketch: bool,
+        budget: DataBudget,
+        drop: Callable[[str, Exception | None], None],
+    ) -> None:
+        """
+        Args:
+          stats, sketch: as for `TraceWriter`.
+          budget: of data, shared by all contents of the rank.
+          drop: told why a content is kept without its data.
+        """
+        self._stats = stats
+        self._sketch = sketch
+        self._budget = budget
+        self._drop = drop
+        self._known: dict[bytes, tuple[int, bool]] = {}  # digest -> (id, has data)
+        self.num_contents = 0
+
+    def take(self, content: Content, batch: Batch) -> bool:
+        """Gives a content its number and lets its tensor go.
+
+        Returns: the batch now pins the content's memory.
+        """
+        tensor = content.tensor
+        content.tensor = None
+        row = ContentRow(self.num_contents, layouts.dtype_name(tensor.dtype), ())
+        num_sketches = len(batch.sketches)
+        try:
+            row.shape = layouts.shape_of(tensor)
+            known, packed = self._fill(row, content, tensor, batch)
+        except Exception as error:  # operations on a foreign tensor fail in ways of their own
+            row = ContentRow(row.id, row.dtype, row.shape)
+            del batch.sketches[num_sketches:]
+            known, packed = None, None
+            self._drop(f"unreadable {row.dtype} tensor", error)
+        if known is not None:
+            content.id = known
+            return False
+        content.id = row.id
+        self.num_contents += 1
+        if row.hash:
+            self._known[row.hash] = (row.id, packed is not None)
+        batch.contents.append(row)
+        if packed is None:
+            return False
+        row.encoding = packed.encoding
+        row.tensor = len(batch.parts)
+        batch.parts += packed.parts
+        batch.pinned_bytes += content.num_bytes
+        batch.num_bytes += content.num_bytes
+        return True
+
+    def _fill(
+        self, row: ContentRow, content: Content, tensor: torch.Tensor, batch: Batch
+    ) -> tuple[int | None, layouts.Packed | None]:
+        """Summarises into the row. Returns the number of an equal content if that will do, else the data."""
+        keep, budget = content.keep_data, self._budget
+        packed = layouts.pack(tensor) if keep and not budget.exhausted else None
+        if packed is not None or tensor.device.type == "cpu":
+            row.hash = layouts.content_digest(tensor, packed)
+            known = self._known.get(row.hash)
+            if known is not None and (known[1] or packed is None):
+                if keep and not known[1]:
+                    self._drop(OVER_BUDGET, None)
+                return known[0], None
+        if keep and (packed is None or not budget.spend(sum(part.nbytes for part in packed.parts))):
+            packed = None
+            self._drop(OVER_BUDGET, None)
+        if content.summarise:
+            summary = accumulate(layouts.summary_view(tensor), sketch=self._sketch, names=self._stats)
+            row.stats = summary.stats
+            if summary.sketch is not None:
+                row.sketch_row = len(batch.sketches)
+                batch.sketches.append(summary.sketch)
+                batch.num_bytes += summary.sketch.nbytes
+        return None, packed
