@@ -111,13 +111,11 @@ class ContentTaker:
         tensor = content.tensor
         content.tensor = None
         row = ContentRow(self.num_contents, layouts.dtype_name(tensor.dtype), ())
-        num_sketches = len(batch.sketches)
         try:
             row.shape = layouts.shape_of(tensor)
             known, packed = self._fill(row, content, tensor, batch)
         except Exception as error:  # operations on a foreign tensor fail in ways of their own
             row = ContentRow(row.id, row.dtype, row.shape)
-            del batch.sketches[num_sketches:]
             known, packed = None, None
             self._drop(f"unreadable {row.dtype} tensor", error)
         if known is not None:
@@ -154,10 +152,17 @@ class ContentTaker:
             packed = None
             self._drop(OVER_BUDGET, None)
         if content.summarise:
-            summary = accumulate(layouts.summary_view(tensor), sketch=self._sketch, names=self._stats)
-            row.stats = summary.stats
-            if summary.sketch is not None:
-                row.sketch_row = len(batch.sketches)
-                batch.sketches.append(summary.sketch)
-                batch.num_bytes += summary.sketch.nbytes
+            self._summarise(row, tensor, batch)
         return None, packed
+
+    def _summarise(self, row: ContentRow, tensor: torch.Tensor, batch: Batch) -> None:
+        try:
+            summary = accumulate(layouts.summary_view(tensor), sketch=self._sketch, names=self._stats)
+        except Exception as error:  # as in `take`; the data may still be sound
+            self._drop(f"no statistics of a {row.dtype} tensor", error)
+            return
+        row.stats = summary.stats
+        if summary.sketch is not None:
+            row.sketch_row = len(batch.sketches)
+            batch.sketches.append(summary.sketch)
+            batch.num_bytes += summary.sketch.nbytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,8 @@ class RankFiles:
     def _write_step(self, step: StepInfo) -> None:
         self._append({"type": "step", "step": step.step, "model": step.model, "meta": step.meta})
 
-    def _write_shard(self, batch: Batch) -> tuple[int, int] | None:
-        """Numbers and writes the data of a batch; returns where its sketches lie."""
+    def _write_shard(self, batch: Batch) -> tuple[int, int, int] | None:
+        """Numbers and writes the data of a batch; returns (shard, tensor, crc32) of its sketches."""
         number, first = self.num_shards, self.num_tensors
         for row in batch.contents:
             if row.tensor >= 0:
@@ -118,7 +119,7 @@ class RankFiles:
         sketch = None
         if batch.sketches:
             table = np.stack(batch.sketches).astype("<f4", copy=False)
-            sketch = (number, first + len(tensors))
+            sketch = (number, first + len(tensors), zlib.crc32(table.data))
             tensors.append(ShardTensor(sketch[1], "F32", table.shape, 4, table.view(np.uint8)))
         if not tensors:
             return None

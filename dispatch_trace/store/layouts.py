@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import xxhash
 
-from dispatch_trace.chunks import logical_chunks
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.store.dtypes import SHARD_DTYPES, is_shard_dtype, shard_shape
 from dispatch_trace.store.shards import ShardTensor
@@ -29,7 +28,7 @@ from dispatch_trace.store.shards import ShardTensor
 EXPANDED_HASH_BYTES = 1 << 28
 # What an encoding may say that is no part of the value: caches that an op may fill at any time.
 _UNHASHED = frozenset(("coalesced", "min_length", "max_length"))
-_CHUNK_ELEMENTS = 1 << 18
+_CHUNK_BYTES = 1 << 21
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -315,9 +314,23 @@ def _byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield view_bytes(tensor)
         return
     # As integers of the same size: every dtype has those bytes, few have a copy kernel.
-    carrier = _CARRIERS[tensor.element_size()]
-    for _, chunk in logical_chunks(tensor.view(carrier), _CHUNK_ELEMENTS, dtype=carrier):
+    for piece in _pieces(tensor.view(_CARRIERS[tensor.element_size()])):
+        chunk = piece.contiguous().cpu()  # a name of its own: the view does not keep it alive
         yield view_bytes(chunk)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Slices that together are the tensor in logical order, each of at most about `_CHUNK_BYTES`."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes <= _CHUNK_BYTES:
+        yield tensor
+        return
+    rows = _CHUNK_BYTES * tensor.shape[0] // num_bytes
+    if rows:
+        yield from tensor.split(rows)  # type: ignore[no-untyped-call]
+        return
+    for row in tensor:
+        yield from _pieces(row)
 
 
 # Unpacking ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import os
 import re
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
+import xxhash
 
 from dispatch_trace.errors import NotATraceError, NotExecutableError, SchemaVersionError, TraceFormatError
 from dispatch_trace.schema import SCHEMA_VERSION, StepInfo, StoredContent, StoredRecord
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 _RANK_NAME = re.compile(r"rank(\d+)")
-_CACHED_FRAMES = 8
+_CACHED_FRAMES = 16
 
 
 def open_ranks(path: str | os.PathLike[str]) -> list[RankReader]:
@@ -106,7 +108,7 @@ class RankReader:
         self._shards: dict[int, dict[str, Any]] = {}
         self._opened: dict[int, Shard] = {}
         self._frames: OrderedDict[int, RecordsFrame] = OrderedDict()
-        self._sketches: tuple[tuple[int, int], np.ndarray[Any, Any]] | None = None
+        self._sketches: dict[int, np.ndarray[Any, Any]] = {}
         steps: dict[tuple[int, str], StepInfo] = {}
         for number, segment in enumerate(list_segments(path)):
             if segment.name != f"index-{number:05d}.msgpack":
@@ -194,14 +196,8 @@ class RankReader:
         row = frame.sketch_row(id)
         if row < 0 or frame.sketch is None:
             return None
-        if self._sketches is None or self._sketches[0] != frame.sketch:
-            shard_number, number = frame.sketch
-            shard = self._shard(shard_number)
-            _, shape, _ = shard.entry(number)
-            table = np.frombuffer(shard.read(number), dtype="<f4").reshape(shape)
-            self._sketches = (frame.sketch, table)
-        found: np.ndarray[Any, Any] = self._sketches[1][row]
-        return found
+        sketch: np.ndarray[Any, Any] = self._sketch_table(*frame.sketch)[row].copy()
+        return sketch
 
     def array(self, id: int) -> np.ndarray[Any, Any] | None:
         """The data as NumPy has it (bfloat16 widened to float32), without torch.
@@ -214,21 +210,24 @@ class RankReader:
         content = frame.content(id)
         if not content.has_data:
             return None
-        shape, encoding = content.shape, content.encoding
-        core_shape: tuple[int, ...] | None = shape
-        if encoding.get("form") == "expanded":
-            encoding = encoding["of"]
-            core_shape = None
-        if encoding.get("form") not in (None, "bytes"):
-            return None
-        if encoding.get("form") == "bytes" and content.dtype not in BYTES_NUMPY:
-            return None
+        encoding, core_shape = content.encoding, content.shape
         shard_number, number = frame.place(id)
         shard = self._shard(shard_number)
-        if core_shape is None:
+        expanded = encoding.get("form") == "expanded"
+        if expanded:
+            encoding = encoding["of"]
             core_shape = tuple(encoding["shape"]) if encoding else shard.entry(number)[1]
-        array = array_from_bytes(shard.read(number), content.dtype, core_shape)
-        return array if array is None or core_shape == shape else np.broadcast_to(array, shape)
+        form = encoding.get("form")
+        if form not in (None, "bytes") or (form == "bytes" and content.dtype not in BYTES_NUMPY):
+            return None
+        data = shard.read(number)
+        if not expanded:
+            label = f"{content.dtype}[{','.join(map(str, content.shape))}]".encode()
+            hasher = xxhash.xxh3_128(label)
+            hasher.update(data)
+            self._check_hash(content, hasher.hexdigest(), shard)
+        array = array_from_bytes(data, content.dtype, core_shape)
+        return np.broadcast_to(array, content.shape) if expanded and array is not None else array
 
     def tensor(self, id: int) -> torch.Tensor:
         """The data, bit-exact, in its dtype and layout, on the CPU. Imports torch.
@@ -254,7 +253,9 @@ class RankReader:
             part, memory = layouts.empty_part(*torch_type(dtype, shape))
             shard.read_into(number + offset, memory)
             parts.append(part)
-        return layouts.unpack(parts, content.encoding)
+        tensor = layouts.unpack(parts, content.encoding)
+        self._check_hash(content, layouts.content_hash(tensor), shard)
+        return tensor
 
     # Soundness ------------------------------------------------------------------------------------
 
@@ -284,15 +285,11 @@ class RankReader:
     def _verify_contents(self) -> list[str]:
         problems = []
         for content in self.contents():
-            if not content.has_data or not content.hash:
-                continue
-            from dispatch_trace.store import layouts
-
-            try:
-                if layouts.content_hash(self.tensor(content.id)) != content.hash:
-                    problems.append(f"content {content.id}: its data does not match its hash")
-            except TraceFormatError as error:
-                problems.append(str(error))
+            if content.has_data:
+                try:
+                    self.tensor(content.id)
+                except TraceFormatError as error:
+                    problems.append(str(error))
         return problems
 
     # Files ----------------------------------------------------------------------------------------
@@ -358,6 +355,20 @@ class RankReader:
                 raise TraceFormatError(f"{self.path}: the index lists no shard {number}")
             shard = self._opened[number] = Shard(self.path / info["file"], info["num_bytes"])
         return shard
+
+    def _sketch_table(self, shard_number: int, number: int, checksum: int) -> np.ndarray[Any, Any]:
+        table = self._sketches.get(number)
+        if table is None:
+            shard = self._shard(shard_number)
+            table = shard.map_floats(number)
+            if zlib.crc32(table.data) != checksum:
+                raise TraceFormatError(f"{shard.path} is corrupt: its sketches do not match the index")
+            self._sketches[number] = table
+        return table
+
+    def _check_hash(self, content: StoredContent, found: str, shard: Shard) -> None:
+        if content.hash and found != content.hash:
+            raise TraceFormatError(f"{shard.path} is corrupt: content {content.id} does not match its hash")
 
     def _frame(self, index: int) -> RecordsFrame:
         frame = self._frames.get(index)

@@ -56,14 +56,14 @@ class ContentRow:
 
 
 def encode_records(
-    records: Sequence[RawRecord], contents: Sequence[ContentRow], sketch: tuple[int, int] | None
+    records: Sequence[RawRecord], contents: Sequence[ContentRow], sketch: tuple[int, int, int] | None
 ) -> bytes:
     """One `records` frame.
 
     Args:
       records: in the order in which they shall be read.
       contents: those processed with these records, ids ascending without gaps.
-      sketch: (shard, tensor number) of the batch's sketches.
+      sketch: (shard, tensor number, crc32) of the batch's sketches.
     """
     strings, values = Interner(), Interner()
     frame = {
@@ -194,7 +194,9 @@ class RecordsFrame:
         self.num_records: int = frame["num_records"]
         self.num_contents: int = frame["num_contents"]
         self.first_content: int = frame["first_content"]
-        self.sketch: tuple[int, int] | None = tuple(frame["sketch"]) if frame["sketch"] is not None else None
+        self.sketch: tuple[int, int, int] | None = (
+            tuple(frame["sketch"]) if frame["sketch"] is not None else None
+        )
         self._record = _Table(frame["record"], self.num_records)
         self._slot = _Table(frame["slot"], frame["num_slots"])
         self._producer = _Table(frame["producer"], frame["num_producers"])

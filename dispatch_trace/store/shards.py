@@ -7,12 +7,14 @@ a full disk must surface as OSError. The format is public: https://huggingface.c
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from dispatch_trace.errors import TraceFormatError
@@ -154,6 +156,18 @@ class Shard:
                         raise TraceFormatError(f"{self.path} ends inside tensor {number}")
                     view = view[count:]
         except OSError as error:
+            raise TraceFormatError(f"{self.path} cannot be read: {error}") from error
+
+    def map_floats(self, number: int) -> np.ndarray[Any, Any]:
+        """A float32 tensor as a read-only array that is paged in as it is used."""
+        dtype, shape, begin, end = self._entry(number)
+        if dtype != "F32" or end - begin != 4 * math.prod(shape):
+            raise TraceFormatError(f"{self.path}: tensor {number} is not float32 {list(shape)}")
+        if begin == end:
+            return np.empty(shape, dtype="<f4")
+        try:
+            return np.memmap(self.path, dtype="<f4", mode="r", offset=self._start + begin, shape=shape)
+        except (OSError, ValueError) as error:
             raise TraceFormatError(f"{self.path} cannot be read: {error}") from error
 
     def _entry(self, number: int) -> tuple[str, tuple[int, ...], int, int]:
