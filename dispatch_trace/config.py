@@ -204,7 +204,9 @@ def _checked_steps(steps: Any) -> Steps | None:
     if steps is None or callable(steps):
         return steps  # type: ignore[no-any-return]
     if isinstance(steps, bool) or not isinstance(steps, (int, range, set, frozenset, list, tuple)):
-        raise ConfigError(f"steps={steps!r}: expected an int, a range, a set or a predicate of the step number.")
+        raise ConfigError(
+            f"steps={steps!r}: expected an int, a range, a set or a predicate of the step number."
+        )
     if isinstance(steps, (list, tuple)):
         steps = frozenset(steps)
     if isinstance(steps, (set, frozenset)):

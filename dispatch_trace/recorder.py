@@ -69,7 +69,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_in_child)
 
 
-class record:  # noqa: N801 - a context manager, named like a function
+class record:
     """Records what a model computes while the block runs.
 
         with dt.record("ref.trace", model, save="tensors") as rec:
@@ -141,7 +141,7 @@ class record:  # noqa: N801 - a context manager, named like a function
         )
         if max_pending_bytes <= 0 or (max_bytes is not None and max_bytes < 0):
             raise ConfigError(
-                f"max_pending_bytes={max_pending_bytes}, max_bytes={max_bytes}: expected sizes in bytes above 0."
+                f"max_pending_bytes={max_pending_bytes}, max_bytes={max_bytes}: expected bytes, above 0."
             )
         self._meta = _plain_meta(meta)
         self._recompile = recompile
@@ -151,6 +151,7 @@ class record:  # noqa: N801 - a context manager, named like a function
         self._tracer: Tracer | None = None
         self._modules: ModuleRecorder | None = None
         self._mode: OpRecorder | None = None
+        self._recursion_limit = 0
 
     def __enter__(self) -> record:
         if self._tracer is not None:
@@ -175,6 +176,9 @@ class record:  # noqa: N801 - a context manager, named like a function
         tracer = self._tracer = Tracer(writer, options, models)
         _live.add(tracer)
         self._modules = ModuleRecorder(tracer)
+        # Two Python frames more for each module call: what ran without the recorder must run with it.
+        self._recursion_limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(2 * self._recursion_limit)
         try:
             self._modules.install()
             if options.level == "op":
@@ -241,6 +245,8 @@ class record:  # noqa: N801 - a context manager, named like a function
             self._mode = None
         if self._modules is not None:
             self._modules.remove()
+        if sys.getrecursionlimit() == 2 * self._recursion_limit:
+            sys.setrecursionlimit(self._recursion_limit)
 
     def _on_writer_fault(self, error: Exception) -> None:
         if self._tracer is not None:
@@ -271,8 +277,8 @@ def _named_models(model: Any) -> dict[str, torch.nn.Module]:
     for name, each in models.items():
         if not isinstance(each, torch.nn.Module) or not isinstance(name, str):
             raise ConfigError(
-                f"model: expected a torch.nn.Module, a dict of named modules or None, got {type(each).__name__}"
-                f"{f' for {name!r}' if name else ''}."
+                "model: expected a torch.nn.Module, a dict of named modules or None, got "
+                f"{type(each).__name__}{f' for {name!r}' if name else ''}."
             )
     return dict(models)
 
@@ -302,7 +308,9 @@ def _plain_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
             return [plain(v) for v in value]
         if hasattr(value, "tolist"):
             return value.tolist()
-        raise ConfigError(f"meta: {value!r} is no plain value (None, bool, int, float, str, list, dict, tensor).")
+        raise ConfigError(
+            f"meta: {value!r} is no plain value (None, bool, int, float, str, list, dict, tensor)."
+        )
 
     return {k: plain(v) for k, v in (meta or {}).items()}
 
@@ -332,9 +340,7 @@ def _header(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "environment": {
-            k: v
-            for k, v in os.environ.items()
-            if k in _ENVIRONMENT or k.startswith("TORCH_NEURONX_")
+            k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("TORCH_NEURONX_")
         },
         "models": {
             name: {
@@ -360,12 +366,14 @@ def _device_of(models: dict[str, torch.nn.Module]) -> str:
 
 
 def _module_table(models: dict[str, torch.nn.Module]) -> list[dict[str, Any]]:
-    """[{model, path, class, parameters: [{name, shape, dtype, buffer}]}] for every path, shared modules too."""
+    """A row for every path, shared modules too: model, path, class, parameters (name, shape, dtype)."""
     table = []
     for name, model in models.items():
         for path, module in model.named_modules(remove_duplicate=False):
             parts = [p for p in path.split(".") if p != "_orig_mod"]
-            if path.split(".")[-1] == "_orig_mod" or isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+            if path.split(".")[-1] == "_orig_mod" or isinstance(
+                getattr(module, "_orig_mod", None), torch.nn.Module
+            ):
                 module = _unwrapped(module)
             parameters = []
             for buffer, tensors in ((False, module._parameters), (True, module._buffers)):

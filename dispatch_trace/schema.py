@@ -73,7 +73,9 @@ class RawSlot:
       is_tensor: False for plain values and for objects that could not be looked into.
       dtype, shape, strides, offset, device, layout: geometry; dtype is torch's name without "torch.",
         offset is in elements from the start of the storage. strides and offset are None where the
-        layout has no storage of its own (sparse, nested, subclasses).
+        layout has no storage of its own (sparse, nested, subclasses). layout is torch's name without
+        "torch.", "quantized", or "strided+conj", "strided+neg" for a lazily conjugated or negated view.
+        A dimension that is ragged or symbolic is -1.
       storage: number of the storage within the rank, -1 where there is none (meta, no tracking).
       storage_bytes: its size in bytes, 0 when unknown.
       alignment: data_ptr % 64 of the storage, 0 when unknown.

@@ -117,7 +117,7 @@ class ModuleTable:
     def add_root(self, model: str, root: torch.nn.Module) -> None:
         """Registers `root` and all that is below it under the name `model`."""
         self.roots[model] = root
-        # A shared submodule is listed under each parent; a cycle ends at the first object seen on the way down.
+        # A shared submodule is listed under each parent; a cycle ends where an object meets itself.
         stack: list[tuple[str, torch.nn.Module, frozenset[int]]] = [("", root, frozenset())]
         while stack:
             path, module, above = stack.pop()
@@ -189,7 +189,7 @@ class Counters:
         return self._calls.get((model, step, phase, path), 0)
 
     def recomputed_call(self, model: str, step: int, path: str) -> int:
-        """Call number of a recomputation whose forward call autograd does not name: the last one not yet redone."""
+        """Call of a recomputation that autograd does not name: the last forward one not yet redone."""
         total = self.num_calls(model, step, "fwd", path)
         with self._lock:
             done = self._recomputed.setdefault((model, step, path), [])
@@ -237,7 +237,7 @@ def mark_sequence(state: ThreadState, owner: Frame | None) -> None:
 
 
 def owner_of_node(state: ThreadState, node: Any) -> Frame | None:
-    """The forward call during which an autograd node was made, None for gradient accumulation and strangers."""
+    """The forward call that made an autograd node, None for gradient accumulation and strangers."""
     nr = node._sequence_nr()
     if nr >= _NO_SEQUENCE_NR or not state.marks:
         return None

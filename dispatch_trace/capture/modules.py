@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,18 @@ def _key(key: Any) -> str:
     return f"[{json.dumps(str(key))}]"
 
 
+class OpenCall:
+    """One call between its entry and its end: where it stands, and what has to be undone."""
+
+    __slots__ = ("frame", "is_root", "mode", "state")
+
+    def __init__(self, state: ThreadState, frame: Frame, mode: OpRecorder | None, is_root: bool) -> None:
+        self.state = state
+        self.frame = frame
+        self.mode = mode
+        self.is_root = is_root
+
+
 class ModuleRecorder:
     """Wraps calls and forwards for one recording.
 
@@ -79,15 +91,30 @@ class ModuleRecorder:
 
     def install(self) -> None:
         """Wraps `nn.Module.__call__`, and `forward` of every class in the table."""
-        tracer = self._tracer
         original = self._original_call = torch.nn.Module.__call__
-        run = self._run
+        begin, end, fail = self._begin, self._end, self._fail
+        tracer = self._tracer
+        # A wrapper costs the program stack depth, and deep models come close to the limit: where
+        # nobody else has wrapped it, torch's own first frame is stepped over.
+        plain = original.__name__ == "_wrapped_call_impl"
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not tracer.active:
                 return original(module, *args, **kwargs)
-            return run(module, original, args, kwargs, False)
+            opened = begin(module, args, kwargs)
+            if opened is None:
+                return original(module, *args, **kwargs)
+            try:
+                if plain and module._compiled_call_impl is None:
+                    out = module._call_impl(*args, **kwargs)
+                else:
+                    out = original(module, *args, **kwargs)
+            except BaseException as error:
+                fail(opened, error)
+                raise
+            end(opened, out)
+            return out
 
         self._wrapper = call
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -113,7 +140,8 @@ class ModuleRecorder:
         original = getattr(cls, "forward", None)
         if not callable(original) or isinstance(own, (staticmethod, classmethod, property)):
             return
-        tracer, run = self._tracer, self._run
+        begin, end, fail = self._begin, self._end, self._fail
+        tracer = self._tracer
 
         @functools.wraps(original)
         def forward(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +150,16 @@ class ModuleRecorder:
             frame = tracer.state.frame
             if frame is not None and frame.module is self:
                 return original(self, *args, **kwargs)  # the body of a call that is open already
-            return run(self, original, args, kwargs, True)
+            opened = begin(self, args, kwargs)
+            if opened is None:
+                return original(self, *args, **kwargs)
+            try:
+                out = original(self, *args, **kwargs)
+            except BaseException as error:
+                fail(opened, error)
+                raise
+            end(opened, out)
+            return out
 
         try:
             cls.forward = forward  # type: ignore[attr-defined]
@@ -132,62 +169,59 @@ class ModuleRecorder:
 
     # -- one call ------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        module: torch.nn.Module,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        direct: bool,
-    ) -> Any:
+    def _begin(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpenCall | None:
+        """Opens a call, or says that this one is not for us."""
         tracer = self._tracer
         state = tracer.state
         if state.busy:
-            return function(module, *args, **kwargs)
+            return None
         paths = tracer.table.get(module)
         if paths is None:
             if not (tracer.adopts_root and state.frame is None and not tracer.table.roots):
-                return function(module, *args, **kwargs)
+                return None
             tracer.table.add_root("", module)
             for each in list(tracer.table.modules()):
                 self._wrap_forward(type(each))
             paths = tracer.table.get(module)
             assert paths is not None
-        if getattr(module, "_orig_mod", None) is not None and state.frame is not None:
-            return function(module, *args, **kwargs)  # a compiled submodule: its region is its parent's
         parent = state.frame
+        if getattr(module, "_orig_mod", None) is not None and parent is not None:
+            return None  # a compiled submodule: its region is its parent's
         frame = None
         try:
             frame = self._enter(state, module, paths, parent, args, kwargs)
         except Exception as error:
             tracer.fault(error)
         if frame is None:
-            return function(module, *args, **kwargs)
-        is_root = parent is None and frame.path == ""
+            return None
         mode = self._mode_for_thread(state)
         state.frame = frame
+        is_root = parent is None and frame.path == ""
         if is_root:
             tracer.root_entered(frame.model)
-        try:
-            if mode is None:
-                out = function(module, *args, **kwargs)
-            else:
-                state.modes += 1
-                try:
-                    with mode:
-                        out = function(module, *args, **kwargs)
-                finally:
-                    state.modes -= 1
-        except BaseException as error:
-            state.frame = parent
-            self._leave(state, frame, _MISSING, f"raised {type(error).__name__}")
-            raise
-        finally:
-            state.frame = parent
-            if is_root:
-                tracer.root_left(frame.model)
-        self._leave(state, frame, out, "")
-        return out
+        if mode is not None:
+            mode.__enter__()
+            state.modes += 1
+        return OpenCall(state, frame, mode, is_root)
+
+    def _unwind(self, opened: OpenCall) -> None:
+        state = opened.state
+        if opened.mode is not None:
+            state.modes -= 1
+            opened.mode.__exit__(None, None, None)
+        state.frame = opened.frame.parent
+        if opened.is_root:
+            self._tracer.root_left(opened.frame.model)
+
+    def _end(self, opened: OpenCall, out: Any) -> None:
+        self._unwind(opened)
+        self._leave(opened.state, opened.frame, out, "")
+
+    def _fail(self, opened: OpenCall, error: BaseException) -> None:
+        self._unwind(opened)
+        self._leave(opened.state, opened.frame, _MISSING, f"raised {type(error).__name__}")
 
     def _mode_for_thread(self, state: ThreadState) -> OpRecorder | None:
         """A dispatch mode for a thread that has none yet: modes are thread-local."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatch_trace.capture.frames import Frame, ThreadState, in_checkpoint_recompute, owner_of_node
@@ -55,6 +55,21 @@ _BLIND = frozenset(
         "aten.set",
     }
 )
+# Ops of other libraries run again only where that library is loaded: their results are kept like leaves.
+_TORCH_NAMESPACES = frozenset(
+    {
+        "aten",
+        "prims",
+        "quantized",
+        "_quantized",
+        "quantization",
+        "mkl",
+        "mkldnn",
+        "onednn",
+        "sparse",
+        "inductor",
+    }
+)
 _DROPPED_NAMESPACES = frozenset({"profiler"})
 _DROPPED = frozenset({"prim.device", "prim.layout", "aten.sym_size", "aten.sym_stride", "aten.sym_numel"})
 # Scalars that turn up everywhere: equality with an earlier `.item()` says nothing about them.
@@ -78,7 +93,9 @@ class OpInfo:
         "blind",
         "call",
         "composite",
+        "dropout",
         "dropped",
+        "foreign",
         "is_empty",
         "item",
         "light",
@@ -101,6 +118,8 @@ class OpInfo:
             self.light = self.random = self.is_empty = self.item = self.composite = False
             self.blind: frozenset[str] = frozenset()
             self.aten = False
+            self.foreign = True
+            self.dropout = -1
             self.dropped = False
             self.selected = selected(self.base)
             return
@@ -121,12 +140,22 @@ class OpInfo:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.item = self.base == "aten._local_scalar_dense"
         self.aten = schema.name.startswith("aten::")
+        self.foreign = schema.name.split("::")[0] not in _TORCH_NAMESPACES
+        self.dropout = self.names.index("dropout_p") if "dropout_p" in self.names else -1
         blind = set(self.written_names) if self.base in _BLIND else set()
         blind.update(a.name for a in schema.arguments if a.is_out)
         self.blind = frozenset(blind)
         self.dropped = schema.name.split("::")[0] in _DROPPED_NAMESPACES or self.base in _DROPPED
         self.selected = selected(self.base)
         self.composite = _is_composite(func)
+
+    def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call takes something from a random state (attention does so only with dropout)."""
+        if not self.random or self.dropout < 0:
+            return self.random
+        if self.dropout < len(args):
+            return bool(args[self.dropout])
+        return bool(kwargs.get("dropout_p", 0.0))
 
 
 def _is_composite(func: OpOverload) -> bool:
@@ -138,6 +167,11 @@ def _is_composite(func: OpOverload) -> bool:
         and not has(name, "CPU")
         and torch.Tag.maybe_aliasing_or_mutating not in func.tags
     )
+
+
+def _any_subclass(types: Sequence[type]) -> bool:
+    """Whether one of them intercepts ops; autograd lists plain tensors when it saves a result (`detach`)."""
+    return any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types)  # type: ignore[attr-defined]
 
 
 class OpRecorder(TorchDispatchMode):
@@ -159,9 +193,13 @@ class OpRecorder(TorchDispatchMode):
         self._tracer = tracer
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if types and isinstance(func, OpOverload):
+        if types and isinstance(func, OpOverload) and _any_subclass(types):
             return NotImplemented  # a tensor subclass: its own inner ops come back here
         tracer = self._tracer
         info = tracer.op_infos.get(func)
@@ -233,9 +271,7 @@ def backward_frame(tracer: Tracer, state: ThreadState, node: Any) -> Frame | Non
         model, step = tracer.last_step
         records = tracer.default_records_ops and tracer.wants_step(step)
         return (
-            tracer.counters.body(
-                model=model, step=step, phase=phase, path="", call=NO_CALL, records_ops=True
-            )
+            tracer.counters.body(model=model, step=step, phase=phase, path="", call=NO_CALL, records_ops=True)
             if records
             else None
         )
@@ -247,7 +283,12 @@ def backward_frame(tracer: Tracer, state: ThreadState, node: Any) -> Frame | Non
 
 
 def before_op(
-    tracer: Tracer, state: ThreadState, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tracer: Tracer,
+    state: ThreadState,
+    frame: Frame,
+    info: OpInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> RawRecord:
     """Numbers the op and looks at its inputs, before it runs."""
     n = frame.counts.get(info.base, 0)
@@ -265,11 +306,11 @@ def before_op(
         n=n,
         overload=info.overload,
         light=info.light,
-        random=info.random,
+        random=info.draws(args, kwargs),
         source=tracer.find_source(2),
         thread=state.number,
     )
-    with tracer.own_ops(state):
+    with tracer.own_ops(state, in_dispatch=True):
         tracer.set_save(tracer.options.save_of(frame.path))
         slots = record.slots
         names = info.names
@@ -292,8 +333,9 @@ def _argument(tracer: Tracer, value: Any, name: str, seq: int, slots: list[RawSl
         if not tracer.options.inputs:
             return {"opaque": "tensor"}
         index = len(slots)
-        assert tracer.storages is not None
-        slots.append(tracer.storages.read(value, name, seq, index, blind=blind))
+        slots.append(
+            tracer.guarded(name, "in", value, lambda s: s.read(value, name, seq, index, blind=blind))
+        )
         return {"ref": index}
     if isinstance(value, (list, tuple)):
         return [_argument(tracer, v, f"{name}[{i}]", seq, slots, blind) for i, v in enumerate(value)]
@@ -313,16 +355,15 @@ def after_op(
     storages = tracer.storages
     assert storages is not None
     slots = record.slots
-    with tracer.own_ops(state):
+    keep = record.random or info.foreign
+    with tracer.own_ops(state, in_dispatch=True):
         tracer.set_save(tracer.options.save_of(record.module))
         written: list[torch.Tensor] = []
         for position, name in zip(info.written, info.written_names, strict=True):
             value = args[position] if position < len(args) else kwargs.get(name)
             for suffix, tensor in _tensors_of(value):
                 slots.append(
-                    storages.written(
-                        tensor, f"out.{name}{suffix}", record.seq, len(slots), random=info.random
-                    )
+                    storages.written(tensor, f"out.{name}{suffix}", record.seq, len(slots), keep=keep)
                 )
                 written.append(tensor)
         aliased = bool(written)
@@ -338,7 +379,7 @@ def after_op(
                     len(slots),
                     origin="empty" if info.is_empty else "op",
                     aten=info.aten,
-                    random=info.random,
+                    keep=keep,
                 )
                 slots.append(slot)
                 fresh = fresh or not alias
@@ -388,10 +429,7 @@ def record_meta(
             frame,
             info,
             n,
-            [
-                (a.shape, a.dtype) if isinstance(a, torch.Tensor) else a
-                for a in (*args, *kwargs.values())
-            ],
+            [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in (*args, *kwargs.values())],
             list(kwargs),
             geometry,
             state.number,
@@ -439,9 +477,7 @@ def _meta_value(value: Any, name: str, role: str, slots: list[RawSlot]) -> Any:
     if isinstance(value, torch.Tensor):
         value = (value.shape, value.dtype)
     if type(value) is tuple and len(value) == 2 and type(value[1]) is torch.dtype:
-        slots.append(
-            RawSlot(name, role, dtype=str(value[1]).removeprefix("torch."), shape=tuple(value[0]))
-        )
+        slots.append(RawSlot(name, role, dtype=str(value[1]).removeprefix("torch."), shape=tuple(value[0])))
         return {"ref": len(slots) - 1}
     if isinstance(value, (list, tuple)):
         return [_meta_value(v, f"{name}[{i}]", role, slots) for i, v in enumerate(value)]

@@ -45,7 +45,7 @@ class StorageEntry:
     Attributes:
       number: the storage's number in the trace.
       weak: weak reference to the C++ storage (its address stays taken while it is held).
-      origin: "op" (a recorded op allocated it), "empty" (so did an `empty*`), "leaf" (first seen as an input).
+      origin: "op" (a recorded op allocated it), "empty" (an `empty*` did), "leaf" (first seen as input).
       definitions: geometry -> (seq, slot, number of writes seen before).
       writes: (seq, slot, first byte, byte after the last), in order.
       contents: geometry -> snapshot that still holds.
@@ -101,7 +101,7 @@ class StorageEntry:
 
 
 class ObjectEntry(StorageEntry):
-    """Stands for a tensor without a storage of its own (sparse, nested, quantised): known by its Python object."""
+    """A tensor without a storage of its own (sparse, nested, quantised), known by its Python object."""
 
     __slots__ = ("ref",)
 
@@ -112,12 +112,9 @@ class ObjectEntry(StorageEntry):
 
 def geometry(tensor: torch.Tensor) -> Geometry | None:
     """Geometry of a plain strided tensor, None for every other layout."""
-    try:
-        strides = tensor.stride()
-    except (RuntimeError, NotImplementedError):
-        return None  # sparse, nested
-    if tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
+    strides = tensor.stride()
     flags = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
     return (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), strides, flags)
 
@@ -239,10 +236,8 @@ class Storages:
         g = geometry(tensor)
         slot = RawSlot(name, role, dtype=dtype_name(tensor.dtype), device=str(tensor.device))
         if g is None:
-            slot.layout = (
-                "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-            )
-            slot.shape = _shape_of(tensor)
+            slot.layout = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            slot.shape = shape_of(tensor)
         else:
             _, slot.offset, slot.shape, slot.strides, flags = g
             if flags:
@@ -300,14 +295,14 @@ class Storages:
         *,
         origin: str = "op",
         aten: bool = True,
-        random: bool = False,
+        keep: bool = False,
     ) -> tuple[RawSlot, bool]:
         """The slot of a tensor that an op just returned, and whether it aliases a storage known before.
 
         Args:
           origin: "op", or "empty" where nothing was written into the new storage.
-          aten: the op is one of torch's own, which return freshly allocated storage unless they say otherwise.
-          random: the result comes from a random state, and is kept like a leaf.
+          aten: one of torch's own ops, which allocate what they return unless their schema says otherwise.
+          keep: the result cannot be computed again (random, an op of another library): kept like a leaf.
         """
         slot, g = self.describe(tensor, name, "out")
         if tensor.is_meta:
@@ -320,11 +315,11 @@ class Storages:
         entry.definitions[g or ()] = (seq, index, len(entry.writes))
         if new and origin != "empty":
             fresh = aten and g is not None and _is_whole(g, entry.nbytes)
-            slot.content = self._content(entry, tensor, g, leaf=random, fresh=fresh)
+            slot.content = self._content(entry, tensor, g, leaf=keep, fresh=fresh)
         return slot, not new
 
     def written(
-        self, tensor: torch.Tensor, name: str, seq: int, index: int, *, random: bool = False
+        self, tensor: torch.Tensor, name: str, seq: int, index: int, *, keep: bool = False
     ) -> RawSlot:
         """The slot of an argument that an op just wrote, with the value after it."""
         slot, g = self.describe(tensor, name, "written")
@@ -355,7 +350,7 @@ class Storages:
         if not tensor.is_inference():
             # The version counter moves after the op that is just being dispatched has returned.
             entry.version = max(entry.version, tensor._version) + 1
-        slot.content = self._content(entry, tensor, g, leaf=random)
+        slot.content = self._content(entry, tensor, g, leaf=keep)
         return slot
 
     def overwritten_unseen(self, tensor: torch.Tensor) -> None:
@@ -456,9 +451,7 @@ class Storages:
 
     # -- leaves --------------------------------------------------------------------------------------
 
-    def _is_leaf(
-        self, entry: StorageEntry, defined: tuple[int, int, int] | None, g: Geometry | None
-    ) -> bool:
+    def _is_leaf(self, entry: StorageEntry, defined: tuple[int, int, int] | None, g: Geometry | None) -> bool:
         if not entry.writes:
             return defined is None or (g or ()) in entry.leaves
         if defined is not None:
@@ -488,7 +481,9 @@ class Storages:
         dtype, offset, shape, strides, _ = g
         elements = entry.nbytes // dtype.itemsize
         if entry.mask is None:
-            entry.mask = torch.zeros(elements if elements <= _MASK_ELEMENTS else 0, dtype=torch.bool, device="cpu")
+            entry.mask = torch.zeros(
+                elements if elements <= _MASK_ELEMENTS else 0, dtype=torch.bool, device="cpu"
+            )
         if entry.mask.numel() == elements:
             entry.mask.as_strided(shape, strides, offset).fill_(True)
             if bool(entry.mask.all()):
@@ -524,14 +519,13 @@ def _covers(g: Geometry, first: int, last: int) -> bool:
     return start <= first and end >= last
 
 
-def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of any tensor; -1 where a dimension is ragged or symbolic."""
     try:
-        return tuple(int(s) for s in tensor.shape)
-    except (RuntimeError, TypeError):  # ragged: strided nested, symbolic jagged size
-        try:
-            return (int(tensor.size(0)),)
-        except (RuntimeError, TypeError):
-            return ()
+        shape = tuple(tensor.shape)
+    except RuntimeError:  # strided nested: only the number of components is one number
+        return (int(tensor.size(0)), *(-1 for _ in range(tensor.dim() - 1)))
+    return tuple(s if type(s) is int else -1 for s in shape)
 
 
 def _bytes_of_exotic(tensor: torch.Tensor) -> int:

@@ -13,12 +13,13 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dispatch_trace.capture.frames import Counters, Frame, ModuleTable, ThreadState, owner_of_node
-from dispatch_trace.capture.snapshot import Storages, dtype_name
+from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
 from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot, Save, StepInfo
@@ -29,7 +30,7 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DEMO_FILE = _PACKAGE_DIR + "demo.py"  # its models stand for a user's code
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def encode(value: Any) -> Any:
@@ -88,11 +89,12 @@ class SourceFinder:
 class OwnOps:
     """Everything inside runs without gradients, hidden from this recorder and from every other mode."""
 
-    __slots__ = ("_dispatch", "_function", "_grad", "_lock", "_state")
+    __slots__ = ("_dispatch", "_function", "_grad", "_lock", "_own_modes", "_state")
 
-    def __init__(self, lock: threading.RLock, state: ThreadState) -> None:  # type: ignore[valid-type]
-        self._lock: Any = lock
+    def __init__(self, lock: Any, state: ThreadState, own_modes: int) -> None:
+        self._lock = lock
         self._state = state
+        self._own_modes = own_modes
         self._dispatch: Any = None
         self._function: Any = None
 
@@ -102,7 +104,9 @@ class OwnOps:
         self._grad = torch.is_grad_enabled()
         if self._grad:
             torch._C._set_grad_enabled(False)
-        if torch._C._len_torch_dispatch_stack():
+        # Our own modes step aside by themselves (`busy`); hiding from all of them would also switch off
+        # the tensor subclasses that have to be looked into.
+        if torch._C._len_torch_dispatch_stack() > self._own_modes:
             self._dispatch = torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
             self._dispatch.__enter__()
         if torch._C._len_torch_function_stack():
@@ -186,8 +190,9 @@ class Tracer:
         self.num_records += 1
         self.writer.put(record)
 
-    def own_ops(self, state: ThreadState) -> OwnOps:
-        return OwnOps(self._lock, state)
+    def own_ops(self, state: ThreadState, *, in_dispatch: bool = False) -> OwnOps:
+        """A context for the recorder's own work; within a dispatch handler our mode is off the stack."""
+        return OwnOps(self._lock, state, 0 if in_dispatch else state.modes)
 
     def set_save(self, save: Save) -> None:
         """What the snapshots that follow are for."""
@@ -203,7 +208,8 @@ class Tracer:
         if first and self.options.on_error == "warn":
             with contextlib.suppress(Exception):  # warnings may be errors, and the program must not see one
                 warnings.warn(
-                    f"dispatch_trace: the recorder failed and the trace is incomplete: {type(error).__name__}: {error}",
+                    "dispatch_trace: the recorder failed and the trace is incomplete: "
+                    f"{type(error).__name__}: {error}",
                     RuntimeWarning,
                     stacklevel=3,
                 )
@@ -282,7 +288,9 @@ class Tracer:
 
     # -- module calls --------------------------------------------------------------------------------
 
-    def phase_and_call(self, state: ThreadState, model: str, path: str, step: int) -> tuple[GradPhase, int, int]:
+    def phase_and_call(
+        self, state: ThreadState, model: str, path: str, step: int
+    ) -> tuple[GradPhase, int, int]:
         """(grad phase, call, step) of a module call that is being entered."""
         node = _current_node()
         if node is None:
@@ -304,23 +312,31 @@ class Tracer:
         if not isinstance(value, torch.Tensor):
             return [RawSlot(name, role, value=encode(value), is_tensor=False)]
         if self.storages is None:
-            return [RawSlot(name, role, dtype=dtype_name(value.dtype), shape=_shape(value), device=str(value.device))]
-        kind = type(value)
-        if kind in _PLAIN_TENSORS or value.layout is torch.jagged:
-            return [self._own_slot(name, value, role)]
-        return self._subclass_slots(name, value, role)
-
-    def _own_slot(self, name: str, value: torch.Tensor, role: str) -> RawSlot:
-        assert self.storages is not None
-        try:
-            slot = self.storages.read(value, name, -1, -1, own=True)
-        except (RuntimeError, NotImplementedError, TypeError) as error:  # e.g. a batched tensor under vmap
-            first_line = str(error).partition("\n")[0]
-            slot = RawSlot(name, role, dtype=dtype_name(value.dtype), note=f"unreadable: {first_line}")
+            return [
+                RawSlot(
+                    name, role, dtype=dtype_name(value.dtype), shape=shape_of(value), device=str(value.device)
+                )
+            ]
+        if type(value) not in PLAIN_TENSORS and value.layout is not torch.jagged:
+            return self._subclass_slots(name, value, role)
+        slot = self.guarded(name, role, value, lambda s: s.read(value, name, -1, -1, own=True))
         slot.role = role
         if role == "out":
             slot.leaf = False
-        return slot
+        return [slot]
+
+    def guarded(
+        self, name: str, role: str, value: torch.Tensor, look: Callable[[Storages], RawSlot]
+    ) -> RawSlot:
+        """`look`, or a slot that says why not: one bad tensor takes no sibling with it."""
+        assert self.storages is not None
+        try:
+            return look(self.storages)
+        except Exception as error:
+            if not isinstance(error, (RuntimeError, NotImplementedError)):
+                self.fault(error)  # a batched tensor under vmap has no storage; anything else is ours
+            reason = str(error).partition("\n")[0]
+            return RawSlot(name, role, dtype=dtype_name(value.dtype), note=f"unreadable: {reason}")
 
     def _subclass_slots(self, name: str, value: torch.Tensor, role: str) -> list[RawSlot]:
         """A tensor subclass: what it says of itself, and the plain tensors inside where it lets us look."""
@@ -330,7 +346,7 @@ class Tracer:
             name,
             role,
             dtype=dtype_name(value.dtype),
-            shape=_shape(value),
+            shape=shape_of(value),
             device=str(value.device),
             note=note,
         )
@@ -388,7 +404,7 @@ class Tracer:
             return
         self.set_save("tensors" if self.options.params == "tensors" else "stats")
         seq = self.next_seq()
-        if type(tensor) in _PLAIN_TENSORS:
+        if type(tensor) in PLAIN_TENSORS:
             slot = self.storages.parameter(tensor, known, seq)
             owners = self._parameter_owners.setdefault(slot.storage, [])
             if (model, path, module, attribute) not in owners:
@@ -399,13 +415,13 @@ class Tracer:
             slots = self._subclass_slots("out", tensor, "out")
         self.put(
             RawRecord(
-                seq, "param", step=step, model=model, module=path, name=attribute, slots=slots, thread=state.number
+                seq,
+                "param",
+                step=step,
+                model=model,
+                module=path,
+                name=attribute,
+                slots=slots,
+                thread=state.number,
             )
         )
-
-
-def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    try:
-        return tuple(int(s) for s in value.shape)
-    except (RuntimeError, TypeError):
-        return ()
