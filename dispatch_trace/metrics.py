@@ -196,7 +196,8 @@ def max_ulp(target: Any, ref: Any, dtype: str) -> int:
         return 0
     first, second = _ordinal(a, known), _ordinal(b, known)
     low, high = np.minimum(first, second), np.maximum(first, second)
-    return int((high.view(np.uint64) - low.view(np.uint64)).max())  # modulo 2^64: a float64 range overflows int64
+    # Modulo 2^64, because the distance across all of float64 overflows int64.
+    return int((high.view(np.uint64) - low.view(np.uint64)).max())
 
 
 def worst_row(ref: Any, target: Any) -> tuple[tuple[int, ...], float]:
