@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,8 @@ def _pack(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, Any]:
     if is_shard_dtype(dtype, shape):
         parts.append(_contiguous(tensor))
         return {}
-    parts.append(_contiguous(tensor).reshape(-1).view(torch.uint8))
+    # Dims of size 1 and empty tensors may have any strides, contiguous or not; the view needs stride 1.
+    parts.append(_contiguous(tensor).as_strided((tensor.numel(),), (1,)).view(torch.uint8))
     return {"form": "bytes", "dtype": dtype, "shape": list(shape)}
 
 
@@ -327,7 +329,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     rows = _CHUNK_BYTES * tensor.shape[0] // num_bytes
     if rows:
-        yield from tensor.split(rows)  # type: ignore[no-untyped-call]
+        for start in range(0, tensor.shape[0], rows):
+            yield tensor[start : start + rows]
         return
     for row in tensor:
         yield from _pieces(row)
@@ -361,9 +364,10 @@ def unpack(parts: list[torch.Tensor], encoding: dict[str, Any]) -> torch.Tensor:
     Raises:
       TraceFormatError: an encoding that this version does not know.
     """
-    remaining = iter(parts)
     try:
-        return _unpack(remaining, encoding)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls several of these layouts experimental or deprecated
+            return _unpack(iter(parts), encoding)
     except StopIteration as error:
         raise TraceFormatError(
             f"encoding {encoding!r} needs more parts than the {len(parts)} stored"
@@ -377,7 +381,10 @@ def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Te
     if form is None:
         return next(parts)
     if form == "bytes":
-        return next(parts).view(dtype_from_name(encoding["dtype"])).reshape(encoding["shape"])
+        raw, dtype = next(parts), dtype_from_name(encoding["dtype"])
+        if not raw.numel():
+            return torch.empty(encoding["shape"], dtype=dtype, device="cpu")
+        return raw.view(dtype).reshape(encoding["shape"])
     if form == "expanded":
         return _unpack(parts, encoding["of"]).expand(encoding["shape"])
     if form == "quantized":
@@ -389,7 +396,8 @@ def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Te
         from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
 
         # Not torch.nested.nested_tensor_from_jagged: it logs a warning about fx.
-        nested: torch.Tensor = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
+        build: Any = nested_view_from_values_offsets_lengths  # untyped
+        nested: torch.Tensor = build(
             components[0],
             components[1],
             components[2] if len(components) > 2 else None,

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dispatch_trace.schema import RawRecord, StepInfo
@@ -285,7 +286,8 @@ class TraceWriter:
     # The worker's side --------------------------------------------------------------------------
 
     def _work(self) -> None:
-        with torch.no_grad():
+        # NumPy's warnings (per thread) are no business of a program that runs with warnings as errors.
+        with torch.no_grad(), np.errstate(all="ignore"):
             while True:
                 try:
                     if not self._drain():
