@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatch_trace.capture.frames import Frame, ThreadState, in_checkpoint_recompute, owner_of_node
-from dispatch_trace.capture.tracer import PLAIN, Tracer, encode
+from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode
 from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
@@ -200,6 +201,8 @@ class OpRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if types and isinstance(func, OpOverload) and _any_subclass(types):
+            if FakeTensor in types:
+                return func(*args, **(kwargs or {}))  # a run without values; its mode lies below ours
             return NotImplemented  # a tensor subclass: its own inner ops come back here
         tracer = self._tracer
         info = tracer.op_infos.get(func)
@@ -371,6 +374,9 @@ def after_op(
         for name, value in _outputs_of(out):
             if isinstance(value, torch.Tensor):
                 if any(value is w for w in written):
+                    continue
+                if type(value) not in PLAIN_TENSORS and _any_subclass((type(value),)):
+                    slots += tracer.subclass_slots(name, value, "out")
                     continue
                 slot, alias = storages.produced(
                     value,

@@ -318,7 +318,7 @@ class Tracer:
                 )
             ]
         if type(value) not in PLAIN_TENSORS and value.layout is not torch.jagged:
-            return self._subclass_slots(name, value, role)
+            return self.subclass_slots(name, value, role)
         slot = self.guarded(name, role, value, lambda s: s.read(value, name, -1, -1, own=True))
         slot.role = role
         if role == "out":
@@ -338,7 +338,7 @@ class Tracer:
             reason = str(error).partition("\n")[0]
             return RawSlot(name, role, dtype=dtype_name(value.dtype), note=f"unreadable: {reason}")
 
-    def _subclass_slots(self, name: str, value: torch.Tensor, role: str) -> list[RawSlot]:
+    def subclass_slots(self, name: str, value: torch.Tensor, role: str) -> list[RawSlot]:
         """A tensor subclass: what it says of itself, and the plain tensors inside where it lets us look."""
         kind = type(value).__name__
         note = "fake tensor" if kind == "FakeTensor" else f"type {kind}"
@@ -412,7 +412,7 @@ class Tracer:
             slots = [slot]
         else:
             self.storages.remember_parameter(tensor, known)
-            slots = self._subclass_slots("out", tensor, "out")
+            slots = self.subclass_slots("out", tensor, "out")
         self.put(
             RawRecord(
                 seq,
