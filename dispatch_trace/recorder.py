@@ -198,6 +198,7 @@ class record:
         tracer = self._tracer
         assert tracer is not None
         self._undo()
+        self._models = {}
         tracer.close()
         tracer.writer.close(aborted=error is not None)
         if error is not None:
@@ -245,6 +246,7 @@ class record:
             self._mode = None
         if self._modules is not None:
             self._modules.remove()
+            self._modules = None
         if sys.getrecursionlimit() == 2 * self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
 

@@ -218,6 +218,9 @@ class Tracer:
         self.active = False
         if self.storages is not None:
             self.storages.close()
+        # The recording object may outlive the block; the program's modules must not live by it.
+        self.table = ModuleTable()
+        self._parameter_owners.clear()
         self.op_infos.clear()
 
     # -- threads -------------------------------------------------------------------------------------
