@@ -51,21 +51,12 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from dispatch_trace.capture.inline import capture_tensor as capture_tensor
-    from dispatch_trace.errors import (
-        CaptureError as CaptureError,
-        ConfigError as ConfigError,
-        DispatchTraceError as DispatchTraceError,
-        HookAfterCompileError as HookAfterCompileError,
-        NoMatchError as NoMatchError,
-        NotATraceError as NotATraceError,
-        NotExecutableError as NotExecutableError,
-        PatternError as PatternError,
-        RenameError as RenameError,
-        SchemaVersionError as SchemaVersionError,
-        TraceExistsError as TraceExistsError,
-        TraceFormatError as TraceFormatError,
-    )
+    from dispatch_trace.errors import *  # noqa: F403 - the names listed in _HOMES
     from dispatch_trace.judge.verdict import Finding as Finding
-    from dispatch_trace.recorder import check_observer as check_observer, record as record
-    from dispatch_trace.session import Alignment as Alignment, Record as Record, Trace as Trace
-    from dispatch_trace.session import align as align, open as open
+    from dispatch_trace.recorder import check_observer as check_observer
+    from dispatch_trace.recorder import record as record
+    from dispatch_trace.session import Alignment as Alignment
+    from dispatch_trace.session import Record as Record
+    from dispatch_trace.session import Trace as Trace
+    from dispatch_trace.session import align as align
+    from dispatch_trace.session import open as open

@@ -201,8 +201,11 @@ def _save_rules(save: str | Sequence[tuple[str, str]]) -> tuple[Save, list[tuple
 
 
 def _checked_steps(steps: Any) -> Steps | None:
-    if steps is None or callable(steps):
-        return steps  # type: ignore[no-any-return]
+    if steps is None:
+        return None
+    if callable(steps):
+        predicate: Callable[[int], bool] = steps
+        return predicate
     if isinstance(steps, bool) or not isinstance(steps, (int, range, set, frozenset, list, tuple)):
         raise ConfigError(
             f"steps={steps!r}: expected an int, a range, a set or a predicate of the step number."
@@ -215,7 +218,8 @@ def _checked_steps(steps: Any) -> Steps | None:
             raise ConfigError(f"steps={steps!r}: {bad[0]!r} is no step number.")
     elif isinstance(steps, int) and steps < 0:
         raise ConfigError(f"steps={steps}: steps are numbered from 0.")
-    return steps
+    checked: Steps = steps
+    return checked
 
 
 def _plain_steps(steps: Steps | None) -> Any:

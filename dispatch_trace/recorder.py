@@ -183,8 +183,7 @@ class record:
             self._modules.install()
             if options.level == "op":
                 self._mode = OpRecorder(tracer)
-                self._mode.__enter__()
-                tracer.state.modes += 1
+                self._mode.start()
             ACTIVE.append(tracer)
         except BaseException:
             self._undo()
@@ -217,6 +216,11 @@ class record:
         """How many records have been made so far."""
         return 0 if self._tracer is None else self._tracer.num_records
 
+    def flush(self) -> None:
+        """Returns when everything recorded so far is on disk."""
+        if self._tracer is not None and self._tracer.active:
+            self._tracer.writer.flush()
+
     @contextlib.contextmanager
     def step(self, **meta: Any) -> Iterator[None]:
         """Everything inside is one step, with this metadata (phase, req_ids, positions, …).
@@ -242,7 +246,7 @@ class record:
             if tracer in ACTIVE:
                 ACTIVE.remove(tracer)
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)
+            self._mode.stop()
             self._mode = None
         if self._modules is not None:
             self._modules.remove()
@@ -369,7 +373,7 @@ def _device_of(models: dict[str, torch.nn.Module]) -> str:
 
 def _module_table(models: dict[str, torch.nn.Module]) -> list[dict[str, Any]]:
     """A row for every path, shared modules too: model, path, class, parameters (name, shape, dtype)."""
-    table = []
+    table: list[dict[str, Any]] = []
     for name, model in models.items():
         for path, module in model.named_modules(remove_duplicate=False):
             parts = [p for p in path.split(".") if p != "_orig_mod"]

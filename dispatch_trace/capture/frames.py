@@ -220,10 +220,10 @@ class Counters:
 
     def forget_before(self, model: str, step: int) -> None:
         """Drops the counters of old steps, so that a long run does not grow."""
-        for table in (self._calls, self._outside, self._recomputed):
-            stale = [k for k in table if k[0] == model and k[1] < step]
-            for key in stale:
-                del table[key]  # type: ignore[attr-defined]
+        tables: tuple[dict[Any, Any], ...] = (self._calls, self._outside, self._recomputed)
+        for table in tables:
+            for key in [k for k in table if k[0] == model and k[1] < step]:
+                del table[key]
 
 
 def mark_sequence(state: ThreadState, owner: Frame | None) -> None:

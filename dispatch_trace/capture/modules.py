@@ -202,15 +202,13 @@ class ModuleRecorder:
         if is_root:
             tracer.root_entered(frame.model)
         if mode is not None:
-            mode.__enter__()
-            state.modes += 1
+            mode.start()
         return OpenCall(state, frame, mode, is_root)
 
     def _unwind(self, opened: OpenCall) -> None:
         state = opened.state
         if opened.mode is not None:
-            state.modes -= 1
-            opened.mode.__exit__(None, None, None)
+            opened.mode.stop()
         state.frame = opened.frame.parent
         if opened.is_root:
             self._tracer.root_left(opened.frame.model)
@@ -304,6 +302,8 @@ class ModuleRecorder:
                     self._add_slots(slots, out, "out", "out")
                 if frame.parent is None:
                     tracer.record_written_parameters(state, frame.step)
+            if not note and getattr(frame.module, "_orig_mod", None) is not None:
+                note = "opaque: compiled region"
             producer = -1
             for slot in slots[first:]:
                 if slot.is_tensor and slot.producers:

@@ -190,8 +190,18 @@ class OpRecorder(TorchDispatchMode):
         return False
 
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
+
+    def start(self) -> None:
+        """Puts the mode on this thread's stack."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._tracer.state.modes += 1
+
+    def stop(self) -> None:
+        """Takes it off again; must run in the thread that started it."""
+        self._tracer.state.modes -= 1
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,

@@ -21,8 +21,8 @@ from dispatch_trace.store.writer import TraceWriter
 
 Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
 
-_expired = torch.UntypedStorage._expired
-_free_weak = torch.UntypedStorage._free_weak_ref
+_expired: Any = torch.UntypedStorage._expired
+_free_weak: Any = torch.UntypedStorage._free_weak_ref
 _lazy_clone = torch._lazy_clone
 _PURGE_EVERY = 4096
 # Above this, exact coverage of a buffer from `empty` is not tracked element by element.
@@ -185,7 +185,7 @@ class Storages:
         """The entry of a tensor's storage, and whether it is new (then with this origin)."""
         if g is None:
             return self._object_entry(tensor, origin)
-        storage = tensor.untyped_storage()
+        storage: Any = tensor.untyped_storage()
         entry = self._by_address.get(storage._cdata)
         if entry is not None:
             return entry, False
@@ -475,7 +475,7 @@ class Storages:
             for w in entry.geometries
             if _extent(w)[0] < last and _extent(w)[1] > first
         )
-        return inside < _numel(g[2]) * g[0].itemsize
+        return bool(inside < _numel(g[2]) * g[0].itemsize)
 
     def _cover(self, entry: StorageEntry, g: Geometry) -> None:
         dtype, offset, shape, strides, _ = g

@@ -107,7 +107,7 @@ class OwnOps:
         # Our own modes step aside by themselves (`busy`); hiding from all of them would also switch off
         # the tensor subclasses that have to be looked into.
         if torch._C._len_torch_dispatch_stack() > self._own_modes:
-            self._dispatch = torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+            self._dispatch = torch._C._DisableTorchDispatch()
             self._dispatch.__enter__()
         if torch._C._len_torch_function_stack():
             self._function = torch._C.DisableTorchFunction()
