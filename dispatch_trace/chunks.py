@@ -3,7 +3,12 @@
 Guarantees: no copy of more than a chunk is made, whatever the strides; a contiguous CPU tensor of the
 wanted dtype is not copied at all. Chunks begin at multiples of `sketch.CHUNK` of the *whole* sequence
 (`start` is where this tensor begins in it), which is what lets partial sketches add up. Folding
-uses elementwise operations only, so its result does not depend on the thread count.
+uses elementwise operations only, in a fixed order.
+
+Nothing here uses a second thread. torch splits operations of 32768 elements over its threads, and when
+the program keeps all cores busy, each of them then waits for a thread to get its turn: measured, 1M
+elements took 200 ms instead of 2. So torch gets at most `SERIAL` elements at a time, and chunks are NumPy
+arrays, a call on which also costs a third of what a call on a tensor does.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +24,11 @@ import torch
 from torch import Tensor
 
 from dispatch_trace import sketch as sketches
-from dispatch_trace.sketch import BLOCK, BLOCKS_PER_CHUNK, CHUNK, LENGTHS, K
+from dispatch_trace.sketch import BLOCK, CHUNK, LENGTHS, K
+
+Numbers = npt.NDArray[Any]
+
+SERIAL = 32767  # elements up to which torch stays on the calling thread (at::internal::GRAIN_SIZE - 1)
 
 
 class Workspace(threading.local):
@@ -28,69 +38,78 @@ class Workspace(threading.local):
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._folders: dict[torch.dtype, _Folding] = {}
+        self._buffers: dict[tuple[str, Any], Numbers] = {}
+        self._foldings: dict[tuple[int, torch.dtype], _Folding] = {}
 
-    def buffer(self, purpose: str, dtype: torch.dtype, size: int) -> Tensor:
-        """[size] elements of a buffer that is overwritten by the next request for the same purpose."""
+    def buffer(self, purpose: str, dtype: Any, size: int) -> Numbers:
+        """[size] numbers of a NumPy dtype, overwritten by the next request for the same purpose."""
         found = self._buffers.get((purpose, dtype))
         if found is None:
-            with torch.inference_mode(False):  # an inference tensor could not be written to later
-                found = torch.empty(CHUNK, dtype=dtype, device="cpu")
-            self._buffers[purpose, dtype] = found
-        return found if size == CHUNK else found[:size]
+            found = self._buffers[purpose, dtype] = np.empty(CHUNK, dtype=dtype)
+        return found[:size]
 
-    def folding(self, dtype: torch.dtype) -> _Folding:
-        """The folding of whole chunks of a dtype."""
-        found = self._folders.get(dtype)
+    def folding(self, num_blocks: int, dtype: torch.dtype) -> _Folding:
+        """The folding of a number of whole blocks."""
+        found = self._foldings.get((num_blocks, dtype))
         if found is None:
-            with torch.inference_mode(False):
-                found = _Folding(dtype)
-            self._folders[dtype] = found
+            with torch.inference_mode(False):  # an inference tensor could not be written to later
+                found = self._foldings[num_blocks, dtype] = _Folding(num_blocks, dtype)
         return found
 
 
 WORKSPACE = Workspace()  # one set of buffers a thread; holds no values between calls
 
 
-def logical_chunks(tensor: Tensor, dtype: torch.dtype, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+def logical_chunks(tensor: Tensor, dtype: torch.dtype, start: int = 0) -> Iterator[tuple[int, Numbers]]:
     """Yields the elements of a strided tensor in logical order.
 
     Args:
       tensor: strided, any shape and strides, on any device.
-      dtype: of what is yielded.
+      dtype: of what is yielded, one that NumPy has.
       start: global position of the tensor's first element.
-    Yields: (global position of its first element, [m] values on the CPU with m <= CHUNK), never across a
-      multiple of CHUNK. The values are only valid until the next ones are asked for, and must not be
-      written to.
+    Yields: (global position of its first element, [m] numbers with m <= CHUNK), never across a multiple
+      of CHUNK. The numbers are only valid until the next ones are asked for, and must not be written to.
     """
     total = tensor.numel()
     contiguous = tensor.is_contiguous()
-    flat = tensor.view(-1) if contiguous else tensor
+    flat = tensor if tensor.dim() == 1 or not contiguous else tensor.view(-1)
     in_place = contiguous and tensor.dtype == dtype and tensor.device.type == "cpu"
+    numbers = flat.numpy() if in_place else None
     done = 0
     while done < total:
         count = min(CHUNK - (start + done) % CHUNK, total - done)
-        if in_place:
-            yield start + done, flat[done : done + count]
+        if numbers is not None:
+            yield start + done, numbers[done : done + count]
         else:
-            buffer = WORKSPACE.buffer("chunk", dtype, count)
-            if contiguous:
-                buffer.copy_(flat[done : done + count])
-            else:
-                filled = 0
-                for piece in _pieces(tensor, done, done + count):
-                    end = filled + piece.numel()
-                    buffer[filled:end].view(piece.shape).copy_(piece)
-                    filled = end
+            buffer = WORKSPACE.buffer("chunk", _NUMPY_DTYPES[dtype], count)
+            _copy(flat, done, torch.from_numpy(buffer))
             yield start + done, buffer
         done += count
+
+
+_NUMPY_DTYPES = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("float32", "float64", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
+}
+
+
+def _copy(tensor: Tensor, begin: int, out: Tensor) -> None:
+    """Copies as many logical elements as `out` [m] holds, from `begin` on."""
+    for part in out.split(SERIAL):
+        for piece in _pieces(tensor, begin, begin + part.shape[0]):
+            size = piece.numel()
+            part[:size].view(piece.shape).copy_(piece)
+            part = part[size:]
+            begin += size
 
 
 def _pieces(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
     """Yields sub-tensors that together hold the logical elements [begin, end), in order."""
     if begin == 0 and end == tensor.numel():
         yield tensor
+        return
+    if tensor.dim() == 1:
+        yield tensor[begin:end]
         return
     inner = tensor[0].numel()
     first, head = divmod(begin, inner)
@@ -108,33 +127,40 @@ def _pieces(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
 
 
 class _Folding:
-    """Folds whole blocks of one dtype: sign tables, a buffer of half a chunk and views of both."""
+    """Folds a fixed number of whole blocks: sign tables, a buffer and its views, made once."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, num_blocks: int, dtype: torch.dtype) -> None:
         half = LENGTHS[0]
-        signs = torch.from_numpy(sketches.position_signs()).to(dtype)
-        self.first = signs[:, half:].contiguous()  # [blocks, half]
-        self.folded = torch.empty(BLOCKS_PER_CHUNK, half, dtype=dtype, device="cpu")
+        signs = torch.from_numpy(sketches.position_signs()[:num_blocks]).to(dtype)
+        folded = torch.empty(num_blocks, half, dtype=dtype, device="cpu")
+        self.num_blocks = num_blocks
+        self.group = SERIAL // half
+        self.first = list(
+            zip(signs[:, half:].contiguous().split(self.group), folded.split(self.group), strict=True)
+        )
         self.steps = [
-            (self.folded[:, : n - to], signs[:, to:n].contiguous(), self.folded[:, to:n])
+            step
             for n, to in pairwise(LENGTHS)
+            for step in zip(
+                folded[:, : n - to].split(SERIAL // (n - to)),
+                signs[:, to:n].contiguous().split(SERIAL // (n - to)),
+                folded[:, to:n].split(SERIAL // (n - to)),
+                strict=True,
+            )
         ]
-        self.buckets = self.folded[:, :K].numpy()
+        self.buckets = folded[:, :K].numpy()
 
-    def fold(self, blocks: Tensor) -> npt.NDArray[np.floating]:
-        """[b, BLOCK] -> [b, K]; valid until the next call."""
-        half, num = LENGTHS[0], blocks.shape[0]
-        whole = num == BLOCKS_PER_CHUNK
-        first, folded = (self.first, self.folded) if whole else (self.first[:num], self.folded[:num])
-        torch.addcmul(blocks[:, :half], first, blocks[:, half:], out=folded)
-        for low, signs, high in self.steps:
-            if not whole:
-                low, signs, high = low[:num], signs[:num], high[:num]
-            torch.addcmul(low, signs, high, out=low)
-        return self.buckets if whole else self.buckets[:num]
+    def fold(self, values: Numbers) -> Numbers:
+        """[num_blocks * BLOCK] -> [num_blocks, K]; valid until the next call."""
+        low, high = torch.from_numpy(values).view(self.num_blocks, 2, -1).unbind(1)
+        for (signs, out), x, y in zip(self.first, low.split(self.group), high.split(self.group), strict=True):
+            torch.addcmul(x, signs, y, out=out)
+        for x, signs, y in self.steps:
+            torch.addcmul(x, signs, y, out=x)
+        return self.buckets
 
 
-def fold_chunk(values: Tensor, position: int) -> npt.NDArray[np.float64]:
+def fold_chunk(values: Numbers, position: int) -> npt.NDArray[np.float64]:
     """The part of the sketch that comes from one chunk.
 
     Args:
@@ -144,20 +170,20 @@ def fold_chunk(values: Tensor, position: int) -> npt.NDArray[np.float64]:
     """
     chunk, offset = divmod(position, CHUNK)
     if offset:
-        values = torch.nn.functional.pad(values, (offset, 0))
+        values = np.concatenate([np.zeros(offset, dtype=values.dtype), values])
     part = _fold(values, chunk)
-    if values.dtype == torch.float32 and not np.isfinite(part @ part):  # sums beyond 3.4e38
-        part = _fold(values.double(), chunk)
+    if values.dtype == np.float32 and not np.isfinite(part @ part):  # sums beyond 3.4e38
+        part = _fold(values.astype(np.float64), chunk)
     return part
 
 
-def _fold(values: Tensor, chunk: int) -> npt.NDArray[np.float64]:
+def _fold(values: Numbers, chunk: int) -> npt.NDArray[np.float64]:
     blocks, rest = divmod(values.shape[0], BLOCK)
     rows = []
     if blocks:
-        whole = values if not rest else values[: blocks * BLOCK]
-        folded = WORKSPACE.folding(values.dtype).fold(whole.view(blocks, BLOCK))
-        rows.append(folded.reshape(-1))
+        dtype = torch.float32 if values.dtype == np.float32 else torch.float64
+        folding = WORKSPACE.folding(blocks, dtype)
+        rows.append(folding.fold(values[: blocks * BLOCK]).reshape(-1))
     if rest:
-        rows.append(sketches.fold_block(values[blocks * BLOCK :].numpy().copy(), blocks))
+        rows.append(sketches.fold_block(values[blocks * BLOCK :].copy(), blocks))
     return sketches.fold_buckets(rows[0] if len(rows) == 1 else np.concatenate(rows), chunk)

@@ -146,17 +146,14 @@ def fold_buckets(buckets: Floats, chunk: int) -> npt.NDArray[np.float64]:
 
 def fold_small(values: Floats) -> Sketch:
     """The sketch of at most one block of finite values [n], float32 or float64, from position 0."""
-    n = values.shape[0]
-    if n <= K:
-        if values.dtype != np.float32:
-            return finish(fold_buckets(values, 0))
-        whole = np.zeros(K, dtype=np.float32)
-        whole[:n] += values  # adding to 0: no negative zeros
-        return whole
-    total = fold_buckets(fold_block(values.copy()), 0)
-    if values.dtype == np.float32 and not math.isfinite(total @ total):  # sums beyond 3.4e38
-        total = fold_buckets(fold_block(values.astype(np.float64)), 0)
-    return finish(total)
+    if values.dtype != np.float32:
+        return finish(fold_buckets(fold_block(values.copy()), 0))
+    folded = values if values.shape[0] <= K else fold_block(values.copy())
+    if not math.isfinite(folded.dot(folded)) and not np.isfinite(folded).all():  # sums beyond 3.4e38
+        return finish(fold_buckets(fold_block(values.astype(np.float64)), 0))
+    whole = np.zeros(K, np.float32)
+    whole[: folded.shape[0]] += folded  # adding to 0: no negative zeros
+    return whole
 
 
 def finish(total: npt.NDArray[np.float64]) -> Sketch:

@@ -16,7 +16,6 @@ Tensors of a few thousand elements go through float64 NumPy, where a call costs 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +35,12 @@ from dispatch_trace.moments import (
     Value,
     add_integers,
     add_wide,
-    drop_nonfinite,
+    bounds,
 )
 from dispatch_trace.schema import STATISTICS
 
 SMALL = 4096  # elements up to which NumPy is faster
+_ONES = np.ones(SMALL)
 MAX_SKETCHED_REPEATS = 1 << 28  # elements of a view of repeated memory that still gets a sketch
 MAX_OVERLAPPED = 1 << 33  # elements of a view of overlapping memory that still gets statistics
 
@@ -83,13 +83,13 @@ def accumulate(
       names: the statistics wanted; None for all.
       start: global position of the first element, for the sketch of a part of a longer sequence.
     """
-    values = _real(tensor.detach())
+    values = _real(tensor)
     if values is None:
         stats, folded = _only_n(tensor), None
     elif values.numel() <= SMALL and start == 0:
         stats, folded = _small(values, sketch)
     else:
-        stats, folded = _chunked(values, sketch, start)
+        stats, folded = _chunked(values.detach(), sketch, start)
     if names is not None:
         wanted = frozenset(names)
         stats = {name: value for name, value in stats.items() if name in wanted}
@@ -99,12 +99,12 @@ def accumulate(
 def _real(tensor: Tensor) -> Tensor | None:
     """The real numbers of a tensor, None where it has none that can be computed with."""
     dtype = tensor.dtype
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return None
-    if dtype in _COMPLEX:
-        return torch.view_as_real(tensor.resolve_conj()).resolve_neg()
     if dtype in _FLOATS or dtype in _INTEGERS:
         return tensor.resolve_neg() if tensor.is_neg() else tensor
+    if dtype in _COMPLEX:
+        return torch.view_as_real(tensor.resolve_conj()).resolve_neg()
     return tensor.dequantize() if tensor.is_quantized else None
 
 
@@ -112,7 +112,7 @@ def _small(tensor: Tensor, wants_sketch: bool) -> tuple[dict[str, Value], sketch
     """Statistics and sketch of at most `SMALL` elements, by NumPy."""
     dtype = tensor.dtype
     is_integer = dtype in _INTEGERS
-    if not is_integer and dtype != torch.float32 and dtype != torch.float64:
+    if not is_integer and dtype is not torch.float32 and dtype is not torch.float64:
         tensor = tensor.float()
     values: npt.NDArray[Any] = tensor.numpy(force=True).reshape(-1)
     totals = Totals(sum=0, abs_sum=0) if is_integer else Totals()
@@ -123,14 +123,22 @@ def _small(tensor: Tensor, wants_sketch: bool) -> tuple[dict[str, Value], sketch
 
 def _add_small(totals: Totals, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Takes in at least one float; returns them with zeros in place of what is not finite."""
-    low, high = float(np.minimum.reduce(x)), float(np.maximum.reduce(x))
-    missing = 0
-    if not math.isfinite(low - high):
-        x, missing, low, high = drop_nonfinite(totals, x)
-    totals.n, totals.min, totals.max = x.shape[0], low, high
-    totals.zeros = x.shape[0] - missing - int(np.count_nonzero(x))
-    if missing < x.shape[0]:
-        add_wide(totals, x.astype(np.float64), max(-low, high))
+    m = totals.n = x.shape[0]
+    x, missing, low, high = bounds(totals, x)
+    if missing == m:
+        return x
+    totals.min, totals.max = low, high
+    totals.zeros = m - missing - int(np.count_nonzero(x))
+    wide = x.astype(np.float64)
+    if not 1e-70 < max(-low, high) < 1e70:
+        add_wide(totals, wide, max(-low, high))
+        return x
+    square = wide * wide
+    ones = _ONES[:m]
+    totals.sum = float(wide.dot(ones))  # a dot product costs half of what a reduction does
+    totals.abs_sum = float(np.abs(wide).dot(ones))
+    totals.sq_sum = float(square.dot(ones))
+    totals.quad_sum = float(square.dot(square))
     return x
 
 
@@ -145,6 +153,8 @@ def _chunked(
     repeated = overlaps or repeats > 1
     folds = wants_sketch and not (repeated and tensor.numel() > MAX_SKETCHED_REPEATS)
     moments = _moments(tensor.dtype)
+    if isinstance(moments, ByteMoments):
+        tensor, distinct = tensor.view(torch.uint8), distinct.view(torch.uint8)
     total = np.zeros(sketches.K)
     for position, chunk in logical_chunks(distinct, moments.chunk_dtype, start):
         clean = moments.add(chunk)
