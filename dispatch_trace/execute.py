@@ -1,0 +1,312 @@
+"""Runs a recorded op graph again, from its leaves, in the recorded precision or in float64.
+
+In its own precision (`dtype=None`) a run gives back the recorded hashes bit for bit: thread count,
+strides, aliases and storage alignment are those of the recording, random results come from it. What could not
+be restored makes a differing hash "not comparable" instead of wrong. In float64 it gives the values that
+BLAME.md's judges need: float casts vanish, casts to integers, bool and float8 are executed.
+
+No code of the model is needed: ops are looked up in `torch.ops`, nothing is unpickled or evaluated.
+What may come from the recording instead of being executed, and why: docs/limits.md, "Execution".
+Memory is bounded: a storage lives from its first use to its last. `execute_memory` holds the storages,
+`execute_ops` resolves names and arguments; `execute_run`
+runs one record; what the numbers mean is for `judge` to say.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dispatch_trace.errors import NotExecutableError
+from dispatch_trace.execute_memory import copy_of
+from dispatch_trace.execute_run import Difference, Execution, Run, Values, find_slot
+from dispatch_trace.schema import StoredRecord, StoredSlot
+from dispatch_trace.store.layouts import content_hash
+from dispatch_trace.store.reader import RankReader
+
+Progress = Callable[[int, int], None]
+
+
+def execute_rank(
+    reader: RankReader,
+    *,
+    dtype: torch.dtype | None = None,
+    until: int | None = None,
+    progress: Progress | None = None,
+) -> Execution:
+    """Runs all recorded ops of a rank.
+
+    Args:
+      dtype: None for the recorded precision, or torch.float64.
+      until: last record to run (its seq).
+      progress: called now and then with (records done, records in all).
+    Raises:
+      NotExecutableError: the trace holds no data of leaves.
+    """
+    execution = Execution()
+    for _ in iterate(reader, dtype=dtype, until=until, execution=execution, progress=progress):
+        pass
+    return execution
+
+
+def iterate(
+    reader: RankReader,
+    *,
+    dtype: torch.dtype | None = None,
+    until: int | None = None,
+    execution: Execution | None = None,
+    inputs: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[tuple[StoredRecord, Values]]:
+    """Runs all recorded ops of a rank and hands out their values as it goes.
+
+    Args:
+      dtype, until, progress: as in `execute_rank`.
+      execution: filled in on the way.
+      inputs: also hand out what ops read (`in.…` slots; a copy where the op overwrites it).
+    Yields: a record and its tensors by slot name: outputs and written arguments of ops, outputs of modules
+      and inline captures. They are views of live memory, valid until the next step: clone what you keep.
+    Raises:
+      NotExecutableError: the trace holds no data of leaves.
+    """
+    check_executable(reader)
+    run = Run(reader, dtype, Execution() if execution is None else execution)
+    last_use, total = _last_uses(reader, until)
+    dead = _by_last_use(last_use)
+    for position, record in enumerate(reader.records()):
+        if position >= total:
+            break
+        with run.settings():
+            values = run.step(record, inputs=inputs)
+        yield record, values
+        del values
+        run.memory.free(dead.pop(position, ()))
+        if progress is not None and (position % 256 == 255 or position + 1 == total):
+            progress(position + 1, total)
+
+
+def tensor(reader: RankReader, seq: int, slot: str) -> torch.Tensor:
+    """One recorded tensor: from a shard where its data is kept, else by running what led to it.
+
+    Only the records that the tensor depends on run, writers in place included, each from recorded data as
+    far downstream as there is any. The result is checked against its hash.
+
+    Args:
+      seq: the record.
+      slot: its slot (`out`, `in.mat2`, `out.self`).
+    Raises:
+      KeyError: the record has no such slot.
+      NotExecutableError: the slot is no tensor, or what it depends on is not in the trace, or it came
+        back different from its hash.
+    """
+    record = reader.record(seq)
+    wanted = find_slot(record, slot)
+    if wanted.content >= 0 and reader.content(wanted.content).has_data:
+        return reader.tensor(wanted.content)
+    check_executable(reader)
+    reasons = []
+    for attempt in (_run_slice, _run_whole):
+        try:
+            found = attempt(reader, record, [wanted])[wanted.index]
+        except NotExecutableError as error:
+            reasons.append(str(error))
+            continue
+        expected = reader.content(wanted.content).hash if wanted.content >= 0 else ""
+        if not expected or content_hash(found) == expected:
+            return found
+        reasons.append("it came back different from its recorded hash")
+    raise NotExecutableError(f"record {seq} ({record.overload or record.kind}), slot {slot}: {reasons[-1]}")
+
+
+def execute_record(reader: RankReader, seq: int, dtype: torch.dtype | None = torch.float64) -> Values:
+    """Runs one op record on its own recorded inputs.
+
+    Args:
+      seq: the record.
+      dtype: torch.float64, or None for the recorded precision.
+    Returns: outputs and written arguments by slot name.
+    Raises:
+      NotExecutableError: the record is no op, cannot be run, or its inputs are neither in the trace nor
+        can be recomputed.
+    """
+    record = reader.record(seq)
+    if record.kind != "op":
+        raise NotExecutableError(f"record {seq} is a {record.kind} record: only ops run by themselves")
+    run = Run(reader, dtype, Execution(), compare=False)
+    recomputed: list[StoredSlot] = []
+    for slot in record.slots:
+        if slot.role == "in" and slot.is_tensor and not run.is_blind(record, slot):
+            if run.has_data(slot):
+                run.load(slot)
+            elif slot.device != "meta":
+                recomputed.append(slot)
+    if recomputed:
+        check_executable(reader)
+        found = _run_slice(reader, record, recomputed)
+        for slot in recomputed:
+            run.memory.load(slot, found[slot.index])
+    with run.settings():
+        values = run.step(record, ready=True)
+        values = {name: copy_of(value) for name, value in values.items()}
+    if not values and any(s.role != "in" and s.is_tensor for s in record.slots):
+        problems = [d.why for d in run.execution.failed] or [why for _, why in run.execution.skipped]
+        raise NotExecutableError(
+            f"record {seq} ({record.overload}): {problems[0] if problems else 'no result'}"
+        )
+    return values
+
+
+def check_executable(reader: RankReader) -> None:
+    """Raises NotExecutableError unless the trace was recorded with the data of its leaves."""
+    options = reader.header.get("options", {})
+    saves = {options.get("save", "tensors"), *(save for _, save in options.get("save_rules", ()))}
+    if options.get("level") == "module":
+        raise NotExecutableError(f'{reader.path} holds modules only: record with level="op" to run it again.')
+    if options.get("inputs") is False:
+        raise NotExecutableError(f"{reader.path} was recorded with inputs=False: the ops have no operands.")
+    if not saves & {"leaves", "tensors"}:
+        raise NotExecutableError(
+            f"{reader.path} was recorded with save={'/'.join(sorted(saves))!r}: it holds no data to start "
+            'from. Record with save="leaves" or save="tensors".'
+        )
+
+
+def _last_uses(reader: RankReader, until: int | None) -> tuple[dict[int, int], int]:
+    """Position of the last record that uses each storage, and how many records run."""
+    last: dict[int, int] = {}
+    total = 0
+    for position, record in enumerate(reader.records()):
+        if until is not None and record.seq > until:
+            break
+        total = position + 1
+        for slot in record.slots:
+            if slot.is_tensor and slot.storage >= 0 and (record.kind == "op" or slot.role != "in"):
+                last[slot.storage] = position
+    return last, total
+
+
+# Backward slices ----------------------------------------------------------------------------------
+
+
+def _run_whole(reader: RankReader, record: StoredRecord, wanted: list[StoredSlot]) -> dict[int, torch.Tensor]:
+    """The wanted slots of `record` after everything before it has run."""
+    run = Run(reader, None, Execution(), compare=False)
+    last_use, _ = _last_uses(reader, record.seq)
+    dead = _by_last_use(last_use)
+    reads = [slot for slot in wanted if slot.role == "in" and record.kind == "op"]
+    with run.settings():
+        for position, other in enumerate(reader.records()):
+            if other.seq == record.seq:
+                return _finish(run, record, wanted, reads, recorded=False)
+            run.step(other)
+            run.memory.free(dead.pop(position, ()))
+    raise NotExecutableError(f"record {record.seq} is not in the trace")
+
+
+def _run_slice(reader: RankReader, record: StoredRecord, wanted: list[StoredSlot]) -> dict[int, torch.Tensor]:
+    """The wanted slots of `record` after what they depend on has run."""
+    run = Run(reader, None, Execution(), compare=False)
+    reads = [slot for slot in wanted if slot.role == "in" or record.kind != "op"]
+    runs, loads = _backward_slice(run, record, reads, whole=len(reads) < len(wanted))
+    order = sorted((runs.keys() | loads.keys()) - {record.seq})
+    last_use = {slot.storage: seq for seq in order if seq in runs for slot in runs[seq].slots}
+    dead = _by_last_use({n: seq for n, seq in last_use.items() if n not in {s.storage for s in record.slots}})
+    with run.settings():
+        for seq in order:
+            if seq in runs:
+                run.step(runs[seq], recorded=True)
+            else:
+                for slot in loads[seq]:
+                    run.load(slot)
+            run.memory.free(dead.pop(seq, ()))
+        return _finish(run, record, wanted, reads, recorded=True)
+
+
+def _finish(
+    run: Run, record: StoredRecord, wanted: list[StoredSlot], reads: list[StoredSlot], *, recorded: bool
+) -> dict[int, torch.Tensor]:
+    """Copies of the wanted slots, once what comes before `record` has run."""
+    found = {slot.index: copy_of(run.fetched(slot, recorded=recorded)) for slot in reads}
+    rest = [slot for slot in wanted if slot not in reads]
+    values = run.step(record, recorded=recorded) if rest else {}
+    return found | _collect(run, rest, values)
+
+
+def _by_last_use(last_use: dict[int, int]) -> dict[int, list[int]]:
+    dead: defaultdict[int, list[int]] = defaultdict(list)
+    for number, place in last_use.items():
+        dead[place].append(number)
+    return dead
+
+
+def _collect(run: Run, slots: list[StoredSlot], values: Values) -> dict[int, torch.Tensor]:
+    found = {}
+    for slot in slots:
+        if slot.name not in values:
+            problems = [f"{d.overload}: {d.why}" for d in run.execution.failed]
+            problems += [f"{op}: {why}" for op, why in run.execution.skipped]
+            raise NotExecutableError(problems[0] if problems else "it was not computed")
+        found[slot.index] = copy_of(values[slot.name])
+    return found
+
+
+def _backward_slice(
+    run: Run, record: StoredRecord, reads: list[StoredSlot], *, whole: bool
+) -> tuple[dict[int, StoredRecord], dict[int, list[StoredSlot]]]:
+    """What must run and be loaded, by seq, before the `reads` of `record` (`whole`: all) are there."""
+    runs: dict[int, StoredRecord] = {}
+    loads: defaultdict[int, list[StoredSlot]] = defaultdict(list)
+    todo: list[tuple[int, int]] = []  # a heap, latest record first: each is read once, and in file order
+    seen: set[tuple[int, int]] = set()
+
+    def need(seq: int, index: int) -> None:
+        if (seq, index) not in seen and seq < record.seq:
+            seen.add((seq, index))
+            heapq.heappush(todo, (-seq, index))
+
+    def depend(slot: StoredSlot) -> None:
+        if slot.is_tensor and not run.has_data(slot):
+            for seq, index in slot.producers:
+                need(seq, index)
+
+    for slot in reads:
+        depend(slot)
+        if not slot.producers and record.producer >= 0:
+            need(record.producer, -1)
+    if whole:
+        runs[record.seq] = record
+        for slot in record.slots:
+            if slot.role == "in":
+                depend(slot)
+    while todo:
+        seq, index = heapq.heappop(todo)
+        seq = -seq
+        if seq in runs and index < 0:
+            continue
+        producer = run.reader.record(seq)
+        source = producer.slots[index] if index >= 0 else None
+        if source is not None and (producer.kind == "param" or source.role == "in"):
+            if run.has_data(source):  # a leaf, known by its first reader
+                loads[seq].append(source)
+            continue
+        if seq in runs or producer.kind != "op":
+            continue
+        runs[seq] = producer
+        for slot in producer.slots:
+            if slot.role == "in":
+                depend(slot)
+    return runs, dict(loads)
+
+
+__all__ = [
+    "Difference",
+    "Execution",
+    "check_executable",
+    "execute_rank",
+    "execute_record",
+    "iterate",
+    "tensor",
+]
