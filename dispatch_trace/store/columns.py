@@ -67,7 +67,7 @@ def int_column(values: Sequence[int]) -> Column:
     if values.count(first) == len(values):
         return ["const", first]
     array = np.array(values, dtype=np.int64)
-    if array[-1] - first == len(values) - 1 and bool((np.diff(array) == 1).all()):
+    if values[-1] - first == len(values) - 1 and bool((np.diff(array) == 1).all()):
         return ["range", first]
     low, high = int(array.min()), int(array.max())
     for name in ("i1", "<i2", "<i4"):

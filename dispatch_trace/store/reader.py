@@ -23,7 +23,7 @@ import xxhash
 from dispatch_trace.errors import NotATraceError, NotExecutableError, SchemaVersionError, TraceFormatError
 from dispatch_trace.schema import SCHEMA_VERSION, StepInfo, StoredContent, StoredRecord
 from dispatch_trace.store.dtypes import BYTES_NUMPY, array_from_bytes, torch_type
-from dispatch_trace.store.frames import SHARD_NAME, SegmentScan, list_segments
+from dispatch_trace.store.frames import SHARD_NAME, SegmentScan, list_segments, shard_name
 from dispatch_trace.store.records import RecordsFrame
 from dispatch_trace.store.shards import Shard, hash_file
 
@@ -351,9 +351,11 @@ class RankReader:
         shard = self._opened.get(number)
         if shard is None:
             info = self._shards.get(number)
-            if info is None:
-                raise TraceFormatError(f"{self.path}: the index lists no shard {number}")
-            shard = self._opened[number] = Shard(self.path / info["file"], info["num_bytes"])
+            if info is not None:
+                shard = Shard(self.path / info["file"], info["num_bytes"])
+            else:  # the frame that lists it is lost; hashes of the contents still guard what is in it
+                shard = Shard(self.path / shard_name(number))
+            self._opened[number] = shard
         return shard
 
     def _sketch_table(self, shard_number: int, number: int, checksum: int) -> np.ndarray[Any, Any]:

@@ -19,6 +19,7 @@ earlier when asked), and all that is heavy runs in calls that let go of the lock
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dispatch_trace.schema import RawRecord, StepInfo
+from dispatch_trace.schema import LaterRecord, RawRecord, StepInfo
 from dispatch_trace.store.batch import Batch, ContentTaker, DataBudget
 from dispatch_trace.store.files import RankFiles
 
@@ -63,7 +64,7 @@ class _Amendment:
         self.fields = fields
 
 
-_Item = RawRecord | StepInfo | _Request | _Amendment
+_Item = RawRecord | LaterRecord | StepInfo | _Request | _Amendment
 
 # Writers of this process, so that a fork can switch off the child's copies: their thread is not there.
 _live: weakref.WeakSet[TraceWriter] = weakref.WeakSet()
@@ -179,7 +180,7 @@ class TraceWriter:
             if self._num_waiting:
                 self._room.notify_all()
 
-    def put(self, record: RawRecord) -> None:
+    def put(self, record: RawRecord | LaterRecord) -> None:
         """Hands a record over; the worker reads it later, so it must not change any more."""
         if self._accepting:
             self._queue.append((time.monotonic(), record))
@@ -332,8 +333,10 @@ class TraceWriter:
                     self._room.notify_all()
         return True
 
-    def _take(self, item: RawRecord | StepInfo | _Amendment) -> None:
+    def _take(self, item: RawRecord | LaterRecord | StepInfo | _Amendment) -> None:
         batch = self._batch
+        if isinstance(item, tuple):
+            item = item[0](*item[1:])
         if isinstance(item, RawRecord):
             for slot in item.slots:
                 content = slot.content
@@ -399,4 +402,5 @@ class TraceWriter:
         if kind not in self._reported:
             self._reported.add(kind)
             if self._on_fault is not None:
-                self._on_fault(error)
+                with contextlib.suppress(Exception):  # there is nobody left to tell
+                    self._on_fault(error)
