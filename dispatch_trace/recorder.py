@@ -7,6 +7,7 @@ exceptions pass unchanged and the trace so far is kept; an empty recording is an
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture.inline import ACTIVE
+from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.modules import ModuleRecorder
 from dispatch_trace.capture.ops import OpRecorder
 from dispatch_trace.capture.tracer import Tracer
@@ -182,7 +184,9 @@ class record:
         try:
             self._modules.install()
             if options.level == "op":
-                self._mode = OpRecorder(tracer)
+                mode = OpRecorder if options.wants_values else MetaRecorder
+                tracer.new_mode = functools.partial(mode, tracer)
+                self._mode = tracer.new_mode()
                 self._mode.start()
             ACTIVE.append(tracer)
         except BaseException:
@@ -420,7 +424,7 @@ def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:
     import copy
     import tempfile
 
-    from dispatch_trace.capture.modules import flatten
+    from dispatch_trace.capture.structure import flatten
 
     outputs = []
     with torch.random.fork_rng(devices=[]):

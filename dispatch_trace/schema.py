@@ -242,6 +242,10 @@ class RawRecord:
         self.note = note
 
 
+# A record that the writer's thread puts together: (make, seq, *arguments), make(seq, *arguments) -> RawRecord.
+LaterRecord = tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
     """One execution of a root model.

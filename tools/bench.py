@@ -200,7 +200,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Slow-down of recording, as ratios in one run.", epilog="See the head of this file."
     )
-    parser.add_argument("--size", choices=SIZES, action="append", help="which model; may be given again (default: all)")
+    parser.add_argument(
+        "--size", choices=SIZES, action="append", help="which model; may be given again (default: all)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     parser.add_argument("--pass", dest="passes", choices=["fwd", "fwd+bwd"], default="fwd")
     parser.add_argument("--repeats", type=int, default=7, help="rounds counted (default: 7)")

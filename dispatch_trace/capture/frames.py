@@ -34,15 +34,17 @@ class Frame:
       records_ops, records_module: whether the selection wants the ops of this body, and its return.
       counts: op base name -> how often it ran in this body.
       opened: record counter when the call was entered.
-      inputs: input slots, taken at entry.
-      entered: `forward` has been entered; a second entry by the same object is a call of its own.
+      inputs: input slots, taken at entry; with `save="meta"` the bare leaves.
+      is_root: an outermost call of a root model.
+      mode: the dispatch mode that was entered with the call, in a thread that had none.
     """
 
     __slots__ = (
         "call",
         "counts",
-        "entered",
         "inputs",
+        "is_root",
+        "mode",
         "model",
         "module",
         "opened",
@@ -79,7 +81,8 @@ class Frame:
         self.counts: dict[str, int] = {}
         self.opened = 0
         self.inputs: list[Any] = []
-        self.entered = False
+        self.is_root = False
+        self.mode: Any = None
 
 
 class ThreadState(threading.local):
@@ -105,6 +108,10 @@ class ThreadState(threading.local):
 class ModuleTable:
     """The modules of one or several root models: object -> every path that reaches it.
 
+    Attributes:
+      roots: the root models by name.
+      compiled: ids of the modules that are wrappers around compiled code.
+
     `named_modules()` drops a module that is registered twice; here each path counts, because the same
     object called through `dec.fc` belongs there and not to `enc.fc`.
     """
@@ -113,6 +120,7 @@ class ModuleTable:
         self._paths: dict[int, list[tuple[str, str]]] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self.roots: dict[str, torch.nn.Module] = {}
+        self.compiled: set[int] = set()
 
     def add_root(self, model: str, root: torch.nn.Module) -> None:
         """Registers `root` and all that is below it under the name `model`."""
@@ -123,6 +131,7 @@ class ModuleTable:
             path, module, above = stack.pop()
             while hasattr(module, "_orig_mod") and isinstance(module._orig_mod, torch.nn.Module):
                 self._register(model, path, module)  # the compiled wrapper answers to the same path
+                self.compiled.add(id(module))
                 module = module._orig_mod
             if id(module) in above:
                 continue

@@ -11,69 +11,19 @@ carry the recorder into copies and pickles of the model.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from dispatch_trace.capture import meta
 from dispatch_trace.capture.frames import Frame, ThreadState, mark_sequence, resolve_path
-from dispatch_trace.capture.ops import OpRecorder
+from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.schema import RawRecord, RawSlot
+from dispatch_trace.schema import RawRecord
 
-_MAX_DEPTH = 400
 _MISSING = object()
-
-
-def flatten(value: Any, name: str, depth: int = 0) -> list[tuple[str, Any]]:
-    """The leaves of a nested structure with their slot names.
-
-    Enters lists, tuples, mappings and dataclasses, registered with pytree or not. Anything else is a
-    leaf: tensors, None and scalars keep their value, other objects their type.
-    """
-    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, str)):
-        return [(name, value)]
-    if depth >= _MAX_DEPTH:
-        return [(name, value)]
-    found: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        for key, item in list(value.items()):
-            found += flatten(item, name + _key(key), depth + 1)
-        return found or [(name, value)]
-    if isinstance(value, (list, tuple)):
-        fields = getattr(value, "_fields", None)
-        for i, item in enumerate(value):
-            found += flatten(item, f"{name}.{fields[i]}" if fields else f"{name}[{i}]", depth + 1)
-        return found or [(name, value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                found += flatten(getattr(value, field.name), name + _key(field.name), depth + 1)
-        return found or [(name, value)]
-    return [(name, value)]
-
-
-def _key(key: Any) -> str:
-    if isinstance(key, str):
-        return f".{key}" if key.isidentifier() else f"[{json.dumps(key)}]"
-    if isinstance(key, int) and not isinstance(key, bool):
-        return f"[{key}]"
-    return f"[{json.dumps(str(key))}]"
-
-
-class OpenCall:
-    """One call between its entry and its end: where it stands, and what has to be undone."""
-
-    __slots__ = ("frame", "is_root", "mode", "state")
-
-    def __init__(self, state: ThreadState, frame: Frame, mode: OpRecorder | None, is_root: bool) -> None:
-        self.state = state
-        self.frame = frame
-        self.mode = mode
-        self.is_root = is_root
+_current_node = torch._C._current_autograd_node
 
 
 class ModuleRecorder:
@@ -169,9 +119,7 @@ class ModuleRecorder:
 
     # -- one call ------------------------------------------------------------------------------------
 
-    def _begin(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> OpenCall | None:
+    def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
         """Opens a call, or says that this one is not for us."""
         tracer = self._tracer
         state = tracer.state
@@ -181,13 +129,9 @@ class ModuleRecorder:
         if paths is None:
             if not (tracer.adopts_root and state.frame is None and not tracer.table.roots):
                 return None
-            tracer.table.add_root("", module)
-            for each in list(tracer.table.modules()):
-                self._wrap_forward(type(each))
-            paths = tracer.table.get(module)
-            assert paths is not None
+            paths = self._adopt(module)
         parent = state.frame
-        if getattr(module, "_orig_mod", None) is not None and parent is not None:
+        if parent is not None and id(module) in tracer.table.compiled:
             return None  # a compiled submodule: its region is its parent's
         frame = None
         try:
@@ -196,37 +140,39 @@ class ModuleRecorder:
             tracer.fault(error)
         if frame is None:
             return None
-        mode = self._mode_for_thread(state)
-        state.frame = frame
-        is_root = parent is None and frame.path == ""
-        if is_root:
+        if not state.modes and tracer.options.level == "op":
+            # A thread of the program's that has no mode yet: modes are thread-local.
+            tracer.number_thread(state)
+            frame.mode = tracer.new_mode()
+            frame.mode.start()
+        if frame.is_root:
             tracer.root_entered(frame.model)
-        if mode is not None:
-            mode.start()
-        return OpenCall(state, frame, mode, is_root)
+        state.frame = frame
+        return frame
 
-    def _unwind(self, opened: OpenCall) -> None:
-        state = opened.state
-        if opened.mode is not None:
-            opened.mode.stop()
-        state.frame = opened.frame.parent
-        if opened.is_root:
-            self._tracer.root_left(opened.frame.model)
+    def _adopt(self, module: torch.nn.Module) -> list[tuple[str, str]]:
+        """Makes the outermost module called the root of a recording that was given none."""
+        table = self._tracer.table
+        table.add_root("", module)
+        for each in list(table.modules()):
+            self._wrap_forward(type(each))
+        return table.get(module) or []
 
-    def _end(self, opened: OpenCall, out: Any) -> None:
-        self._unwind(opened)
-        self._leave(opened.state, opened.frame, out, "")
+    def _unwind(self, frame: Frame) -> ThreadState:
+        tracer = self._tracer
+        state = tracer.state
+        if frame.mode is not None:
+            frame.mode.stop()
+        state.frame = frame.parent
+        if frame.is_root:
+            tracer.root_left(frame.model)
+        return state
 
-    def _fail(self, opened: OpenCall, error: BaseException) -> None:
-        self._unwind(opened)
-        self._leave(opened.state, opened.frame, _MISSING, f"raised {type(error).__name__}")
+    def _end(self, frame: Frame, out: Any) -> None:
+        self._leave(self._unwind(frame), frame, out, "")
 
-    def _mode_for_thread(self, state: ThreadState) -> OpRecorder | None:
-        """A dispatch mode for a thread that has none yet: modes are thread-local."""
-        if state.modes or self._tracer.options.level != "op":
-            return None
-        self._tracer.number_thread(state)
-        return OpRecorder(self._tracer)
+    def _fail(self, frame: Frame, error: BaseException) -> None:
+        self._leave(self._unwind(frame), frame, _MISSING, f"raised {type(error).__name__}")
 
     def _enter(
         self,
@@ -238,22 +184,19 @@ class ModuleRecorder:
         kwargs: dict[str, Any],
     ) -> Frame | None:
         tracer = self._tracer
-        model, path = resolve_path(paths, parent)
+        model, path = paths[0] if len(paths) == 1 else resolve_path(paths, parent)
+        is_root = False
         if parent is not None:
             step = parent.step
-        elif path == "" and torch._C._current_autograd_node() is None:
+        elif path == "" and _current_node() is None:
+            is_root = True
             step = tracer.step_of_root_call(model)
-        elif tracer.is_running(model) or tracer.adopts_root or tracer.in_bracket() or tracer.recorded_steps:
+        elif tracer.sees_outside(model) or (tracer.recorded_steps and _current_node() is not None):
             step = tracer.last_step[1]
-            if torch._C._current_autograd_node() is None and not (
-                tracer.is_running(model) or tracer.adopts_root or tracer.in_bracket()
-            ):
-                return None
         else:
             return None
         phase, call, step = tracer.phase_and_call(state, model, path, step)
-        options = tracer.options
-        wanted = options.wants_step(step)
+        records_ops, records_module = tracer.wanted(path, step)
         frame = Frame(
             model=model,
             path=path,
@@ -262,53 +205,53 @@ class ModuleRecorder:
             step=step,
             module=module,
             parent=parent,
-            records_ops=wanted and options.wants_ops_of(path),
-            records_module=wanted and options.wants_module(path),
+            records_ops=records_ops,
+            records_module=records_module,
         )
+        frame.is_root = is_root
         frame.opened = tracer.upcoming_seq
-        if torch.is_grad_enabled() and phase == "fwd":
-            mark_sequence(state, frame)
-        if wanted and phase == "fwd":
-            with tracer.own_ops(state):
-                if parent is None and path == "":
-                    tracer.record_parameters(state, model, step)
-                tracer.record_written_parameters(state, step)
-        if frame.records_module and options.inputs:
-            with tracer.own_ops(state):
-                tracer.set_save(options.save_of(path))
-                for i, value in enumerate(args):
-                    self._add_slots(frame.inputs, value, f"in[{i}]", "in")
-                for name, value in kwargs.items():
-                    self._add_slots(frame.inputs, value, f"in.{name}", "in")
+        if phase == "fwd":
+            if torch.is_grad_enabled():
+                mark_sequence(state, frame)
+            if tracer.storages is not None and (is_root or tracer.storages.written_parameters):
+                with tracer.own_ops(state):
+                    if is_root and tracer.wants_step(step):
+                        tracer.record_parameters(state, model, step)
+                    tracer.record_written_parameters(state, step)
+        if records_module and tracer.options.inputs:
+            if tracer.storages is None:
+                frame.inputs = meta.leaves_of(args, kwargs)
+            else:
+                with tracer.own_ops(state):
+                    tracer.set_save(tracer.options.save_of(path))
+                    for name, value in flatten_arguments(args, kwargs):
+                        frame.inputs += tracer.value_slots(name, value, "in")
         return frame
-
-    def _add_slots(self, slots: list[RawSlot], value: Any, name: str, role: str) -> None:
-        for leaf, item in flatten(value, name):
-            slots += self._tracer.value_slots(leaf, item, role)
 
     def _leave(self, state: ThreadState, frame: Frame, out: Any, note: str) -> None:
         tracer = self._tracer
         try:
-            if torch.is_grad_enabled() and frame.phase == "fwd":
+            if frame.phase == "fwd" and torch.is_grad_enabled():
                 mark_sequence(state, frame.parent)
             tracer.num_calls += 1
             if not frame.records_module:
                 return
+            if not note and id(frame.module) in tracer.table.compiled:
+                note = "opaque: compiled region"
+            if tracer.storages is None:
+                outputs = () if out is _MISSING else meta.leaves_of_output(out)
+                tracer.put_later(meta.module_record, frame, outputs, note, state.number)
+                return
             slots = frame.inputs
+            first = len(slots)
             with tracer.own_ops(state):
                 tracer.set_save(tracer.options.save_of(frame.path))
-                first = len(slots)
                 if out is not _MISSING:
-                    self._add_slots(slots, out, "out", "out")
-                if frame.parent is None:
+                    for name, value in flatten(out, "out"):
+                        slots += tracer.value_slots(name, value, "out")
+                if frame.is_root:
                     tracer.record_written_parameters(state, frame.step)
-            if not note and getattr(frame.module, "_orig_mod", None) is not None:
-                note = "opaque: compiled region"
-            producer = -1
-            for slot in slots[first:]:
-                if slot.is_tensor and slot.producers:
-                    producer = slot.producers[-1][0]
-                    break
+            producers = [s.producers[-1][0] for s in slots[first:] if s.is_tensor and s.producers]
             tracer.put(
                 RawRecord(
                     tracer.next_seq(),
@@ -319,7 +262,7 @@ class ModuleRecorder:
                     module=frame.path,
                     call=frame.call,
                     slots=slots,
-                    producer=producer,
+                    producer=producers[0] if producers else -1,
                     opened=frame.opened,
                     thread=state.number,
                     note=note,

@@ -8,7 +8,6 @@ to `snapshot` what its tensors hold.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,6 +93,7 @@ class OpInfo:
         "blind",
         "call",
         "composite",
+        "direct",
         "dropout",
         "dropped",
         "foreign",
@@ -121,7 +121,7 @@ class OpInfo:
             self.aten = False
             self.foreign = True
             self.dropout = -1
-            self.dropped = False
+            self.dropped = self.direct = False
             self.selected = selected(self.base)
             return
         schema = func._schema
@@ -149,6 +149,8 @@ class OpInfo:
         self.dropped = schema.name.split("::")[0] in _DROPPED_NAMESPACES or self.base in _DROPPED
         self.selected = selected(self.base)
         self.composite = _is_composite(func)
+        # No question but whose it is stands between the op and its record.
+        self.direct = self.selected and not (self.dropped or self.composite)
 
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call takes something from a random state (attention does so only with dropout)."""
@@ -210,6 +212,12 @@ class OpRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        return self.dispatch(func, types, args, kwargs)
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """Runs the op, and records it where it is wanted."""
         if types and isinstance(func, OpOverload) and _any_subclass(types):
             if FakeTensor in types:
                 return func(*args, **(kwargs or {}))  # a run without values; its mode lies below ours
@@ -233,13 +241,12 @@ class OpRecorder(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if tracer.storages is None:
-            out = info.call(*args, **kwargs)
-            try:
-                record_meta(tracer, state, frame, info, args, kwargs, out)
-            except Exception as error:
-                tracer.fault(error)
-            return out
+        return self.observe(frame, info, args, kwargs)
+
+    def observe(self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op of this frame and records it."""
+        tracer = self._tracer
+        state = tracer.state
         pending = None
         try:
             pending = before_op(tracer, state, frame, info, args, kwargs)
@@ -423,85 +430,6 @@ def unrecorded_writes(
         tracer.fault(error)
 
 
-def record_meta(
-    tracer: Tracer,
-    state: ThreadState,
-    frame: Frame,
-    info: OpInfo,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
-) -> None:
-    """`save="meta"`: site, shapes and dtypes only, put together later by the writer's thread."""
-    n = frame.counts.get(info.base, 0)
-    frame.counts[info.base] = n + 1
-    geometry = [
-        (v.shape, v.dtype) if isinstance(v, torch.Tensor) else v
-        for v in (out if type(out) in (tuple, list) else (out,))
-    ]
-    tracer.put(
-        _meta_record(
-            tracer.next_seq(),
-            frame,
-            info,
-            n,
-            [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in (*args, *kwargs.values())],
-            list(kwargs),
-            geometry,
-            state.number,
-        )
-    )
-
-
-def _meta_record(
-    seq: int,
-    frame: Frame,
-    info: OpInfo,
-    n: int,
-    values: list[Any],
-    keywords: list[str],
-    outputs: list[Any],
-    thread: int,
-) -> RawRecord:
-    record = RawRecord(
-        seq,
-        "op",
-        step=frame.step,
-        model=frame.model,
-        grad_phase=frame.phase,
-        module=frame.path,
-        call=frame.call,
-        op=info.base,
-        n=n,
-        overload=info.overload,
-        light=info.light,
-        random=info.random,
-        thread=thread,
-    )
-    num_positional = len(values) - len(keywords)
-    names = [*info.names[:num_positional], *keywords]
-    names += [str(i) for i in range(len(names), len(values))]
-    slots = record.slots
-    for name, value in zip(names, values, strict=True):
-        record.args.append((name, _meta_value(value, f"in.{name}", "in", slots)))
-    for i, value in enumerate(outputs):
-        _meta_value(value, "out" if len(outputs) == 1 else f"out[{i}]", "out", slots)
-    return record
-
-
-def _meta_value(value: Any, name: str, role: str, slots: list[RawSlot]) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = (value.shape, value.dtype)
-    if type(value) is tuple and len(value) == 2 and type(value[1]) is torch.dtype:
-        slots.append(RawSlot(name, role, dtype=str(value[1]).removeprefix("torch."), shape=tuple(value[0])))
-        return {"ref": len(slots) - 1}
-    if isinstance(value, (list, tuple)):
-        return [_meta_value(v, f"{name}[{i}]", role, slots) for i, v in enumerate(value)]
-    if role == "out":
-        slots.append(RawSlot(name, role, value=encode(value), is_tensor=False))
-    return encode(value)
-
-
 def _tensors_of(value: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [("", value)]
@@ -522,11 +450,3 @@ def _outputs_of(out: Any, name: str = "out") -> list[tuple[str, Any]]:
     if out is None and name == "out":
         return []  # an op that only writes its arguments
     return [(name, out)]
-
-
-def compile_ops(pattern: str | None) -> Callable[[str], bool]:
-    """A filter on op base names."""
-    if pattern is None:
-        return lambda _: True
-    compiled = re.compile(pattern)
-    return lambda name: compiled.fullmatch(name) is not None

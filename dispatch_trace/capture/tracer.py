@@ -124,6 +124,10 @@ class OwnOps:
         self._lock.release()
 
 
+def _no_mode() -> Any:
+    raise AssertionError("level='module' enters no dispatch mode")
+
+
 class Tracer:
     """One recording in progress.
 
@@ -158,6 +162,8 @@ class Tracer:
         self.num_calls = 0
         self.upcoming_seq = 0
         self.faults: list[Exception] = []
+        self.new_mode: Callable[[], Any] = _no_mode
+        self._wanted: dict[str, tuple[bool, bool]] = {}
         self._steps: dict[str, int] = {}
         self._seq = itertools.count()
         self._threads = itertools.count(1)
@@ -180,6 +186,14 @@ class Tracer:
         """Whether ops outside every selected module are wanted at all."""
         return self.options.level == "op" and self.options.selector is None
 
+    def wanted(self, path: str, step: int) -> tuple[bool, bool]:
+        """(ops, module record): what is wanted of a call of this module in this step."""
+        wanted = self._wanted.get(path)
+        if wanted is None:
+            options = self.options
+            wanted = self._wanted[path] = (options.wants_ops_of(path), options.wants_module(path))
+        return wanted if self.options.steps is None or self.wants_step(step) else (False, False)
+
     # -- the road to the writer ----------------------------------------------------------------------
 
     def next_seq(self) -> int:
@@ -189,6 +203,11 @@ class Tracer:
     def put(self, record: RawRecord) -> None:
         self.num_records += 1
         self.writer.put(record)
+
+    def put_later(self, make: Callable[..., RawRecord], *arguments: Any) -> None:
+        """Numbers a record now and has the writer's thread put it together: make(seq, *arguments)."""
+        self.num_records += 1
+        self.writer.put((make, self.next_seq(), *arguments))
 
     def own_ops(self, state: ThreadState, *, in_dispatch: bool = False) -> OwnOps:
         """A context for the recorder's own work; within a dispatch handler our mode is off the stack."""
@@ -282,12 +301,9 @@ class Tracer:
     def root_left(self, model: str) -> None:
         self._running[model] -= 1
 
-    def is_running(self, model: str) -> bool:
-        """Whether a call of the root model is in progress, in whatever thread."""
-        return self._running.get(model, 0) > 0
-
-    def in_bracket(self) -> bool:
-        return self._bracket is not None
+    def sees_outside(self, model: str) -> bool:
+        """Whether a call that is not below a root in its own thread belongs to the recording all the same."""
+        return self.adopts_root or self._bracket is not None or self._running.get(model, 0) > 0
 
     # -- module calls --------------------------------------------------------------------------------
 
