@@ -153,10 +153,15 @@ class _Folding:
     def fold(self, values: Numbers) -> Numbers:
         """[num_blocks * BLOCK] -> [num_blocks, K]; valid until the next call."""
         low, high = torch.from_numpy(values).view(self.num_blocks, 2, -1).unbind(1)
-        for (signs, out), x, y in zip(self.first, low.split(self.group), high.split(self.group), strict=True):
-            torch.addcmul(x, signs, y, out=out)
-        for x, signs, y in self.steps:
-            torch.addcmul(x, signs, y, out=x)
+        if len(self.first) == 1:
+            signs, out = self.first[0]
+            torch.addcmul(low, signs, high, out=out)
+        else:
+            lows, highs = low.split(self.group), high.split(self.group)
+            for (signs, out), low, high in zip(self.first, lows, highs, strict=True):
+                torch.addcmul(low, signs, high, out=out)
+        for low, signs, high in self.steps:
+            torch.addcmul(low, signs, high, out=low)
         return self.buckets
 
 
@@ -178,12 +183,14 @@ def fold_chunk(values: Numbers, position: int) -> npt.NDArray[np.float64]:
 
 
 def _fold(values: Numbers, chunk: int) -> npt.NDArray[np.float64]:
-    blocks, rest = divmod(values.shape[0], BLOCK)
+    whole, rest = divmod(values.shape[0], BLOCK)
     rows = []
-    if blocks:
+    if whole > 1:
         dtype = torch.float32 if values.dtype == np.float32 else torch.float64
-        folding = WORKSPACE.folding(blocks, dtype)
-        rows.append(folding.fold(values[: blocks * BLOCK]).reshape(-1))
+        folded = WORKSPACE.folding(whole, dtype).fold(values[: whole * BLOCK])
+        rows.append(folded.reshape(-1))
+    elif whole:
+        rows.append(sketches.fold_block(values[:BLOCK].copy()))
     if rest:
-        rows.append(sketches.fold_block(values[blocks * BLOCK :].copy(), blocks))
+        rows.append(sketches.fold_block(values[whole * BLOCK :].copy(), whole))
     return sketches.fold_buckets(rows[0] if len(rows) == 1 else np.concatenate(rows), chunk)

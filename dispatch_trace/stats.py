@@ -146,12 +146,14 @@ def _chunked(
     tensor: Tensor, wants_sketch: bool, start: int
 ) -> tuple[dict[str, Value], sketches.Sketch | None]:
     """Statistics and sketch of any tensor of real numbers, a chunk at a time."""
-    distinct, repeats = _without_repeats(tensor)
-    overlaps = distinct.numel() * distinct.element_size() > distinct.untyped_storage().nbytes()
-    if overlaps and distinct.numel() > MAX_OVERLAPPED:
-        return _only_n(tensor), None
-    repeated = overlaps or repeats > 1
-    folds = wants_sketch and not (repeated and tensor.numel() > MAX_SKETCHED_REPEATS)
+    distinct, repeats, folds = tensor, 1, wants_sketch
+    if not tensor.is_contiguous():
+        distinct, repeats = _without_repeats(tensor)
+        overlaps = distinct.numel() * distinct.element_size() > distinct.untyped_storage().nbytes()
+        if overlaps and distinct.numel() > MAX_OVERLAPPED:
+            return _only_n(tensor), None
+        too_long = tensor.numel() > MAX_SKETCHED_REPEATS
+        folds = wants_sketch and not (too_long and (overlaps or repeats > 1))
     moments = _moments(tensor.dtype)
     if isinstance(moments, ByteMoments):
         tensor, distinct = tensor.view(torch.uint8), distinct.view(torch.uint8)
