@@ -1,0 +1,291 @@
+"""How far one recorded value is from another, from the best evidence that both traces hold.
+
+In this order: equal hashes; the data of both (exact, float64, in chunks); sketches and statistics. A
+difference that cannot be known is said to be unknown, with the reason; it is never guessed. Elements that are
+not finite, or of the size by which masks stand for -inf, are compared by place and kept out of norms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.errors import ConfigError, DispatchTraceError
+from dispatch_trace.metrics import as_numpy
+from dispatch_trace.schema import StoredContent
+from dispatch_trace.sketch import relative_distance
+from dispatch_trace.store.reader import RankReader
+
+Array: TypeAlias = npt.NDArray[Any]
+
+CHUNK = 1 << 18
+# Masks write -inf as the most negative number of some dtype; such a number is a place, not a quantity.
+EXTREME = 1e30
+# Sums of a sketch are float32: below this, a distance between sketches is their rounding.
+SKETCH_FLOOR = 1e-6
+# Expanded views can have any number of elements; only real ones are compared one by one.
+MAX_ELEMENTS = 1 << 32
+_CACHED_BYTES = 1 << 28
+_MAX_PERMUTED_DIMS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Compare the first `keep` rows along `dim`, where sizes differ: the rest is padding."""
+
+    dim: int
+    keep: int
+
+    @classmethod
+    def of(cls, given: Any) -> Rows | None:
+        """Checks what a user passed: None, a Rows, or {"dim": …, "keep": …}.
+
+        Raises:
+          ConfigError: anything else.
+        """
+        if given is None or isinstance(given, Rows):
+            return given
+        try:
+            rows = cls(int(given["dim"]), int(given["keep"]))
+        except (TypeError, KeyError, ValueError):
+            raise ConfigError(
+                f"rows={given!r}: expected {{'dim': D, 'keep': N}}, the first N rows along dim D."
+            ) from None
+        if rows.keep < 0:
+            raise ConfigError(f"rows={given!r}: a number of rows is not negative.")
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """target against ref.
+
+    Attributes:
+      known: False where the traces do not hold enough; `why` says what is missing.
+      equal: no element differs (a zero's sign does not count).
+      rho: ||target - ref|| / ||ref|| over comparable elements; inf where only ref is zero.
+      nonfinite: elements (or, from statistics, a difference of counts) finite on one side only, or not
+        finite in different ways.
+      method: "hash", "data" or "sketch".
+      transform: "" or how the target was laid out anew ("reshaped", "permuted (1, 0)", "first 5 rows").
+      worst: (row, its error relative to a typical row), from data only.
+    """
+
+    known: bool = True
+    why: str = ""
+    equal: bool = False
+    rho: float = 0.0
+    nonfinite: int = 0
+    method: str = "hash"
+    transform: str = ""
+    worst: tuple[tuple[int, ...], float] | None = None
+
+
+EQUAL = Difference(equal=True)
+
+
+def unknown(why: str) -> Difference:
+    return Difference(known=False, why=why, method="")
+
+
+class Comparer:
+    """Compares contents of two ranks, each pair once."""
+
+    def __init__(self, ref: RankReader, target: RankReader, rows: Rows | None = None) -> None:
+        self.ref = ref
+        self.target = target
+        self.rows = rows
+        self._known: dict[tuple[int, int], Difference] = {}
+        self._arrays: OrderedDict[tuple[bool, int], Array | None] = OrderedDict()
+        self._cached_bytes = 0
+
+    def compare(self, ref_id: int, target_id: int) -> Difference:
+        """Difference of two contents, by number; -1 stands for a value that was not recorded."""
+        if ref_id < 0 or target_id < 0:
+            return unknown("no value was recorded")
+        key = (ref_id, target_id)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._compare(*key)
+        return found
+
+    def array(self, ref_side: bool, id: int) -> Array | None:
+        """The data of a content as numbers, None where the trace holds none."""
+        key = (ref_side, id)
+        if key in self._arrays:
+            self._arrays.move_to_end(key)
+            return self._arrays[key]
+        reader = self.ref if ref_side else self.target
+        array: Array | None = None
+        content = reader.content(id)
+        if content.has_data:
+            try:
+                array = reader.array(id)
+                if array is None:
+                    array = as_numpy(reader.tensor(id))
+            except (DispatchTraceError, RuntimeError, TypeError, NotImplementedError):
+                array = None
+        self._arrays[key] = array
+        self._cached_bytes += 0 if array is None else array.nbytes
+        while self._cached_bytes > _CACHED_BYTES and len(self._arrays) > 2:
+            _, dropped = self._arrays.popitem(last=False)
+            self._cached_bytes -= 0 if dropped is None else dropped.nbytes
+        return array
+
+    def permuted(self, ref_id: int, target_id: int, limit: float) -> Difference | None:
+        """The best way to lay the target's dims out in another order, where that comes within `limit`."""
+        ref, target = self.array(True, ref_id), self.array(False, target_id)
+        if ref is None or target is None or ref.ndim < 2 or ref.ndim > _MAX_PERMUTED_DIMS:
+            return None
+        if sorted(ref.shape) != sorted(target.shape) or ref.ndim != target.ndim:
+            return None
+        best: Difference | None = None
+        for order in itertools.permutations(range(target.ndim)):
+            if order == tuple(range(target.ndim)) or tuple(target.shape[d] for d in order) != ref.shape:
+                continue
+            found = arrays_difference(ref, target.transpose(order))
+            if found.rho <= limit and not found.nonfinite and (best is None or found.rho < best.rho):
+                best = replace(found, transform=f"permuted {order}")
+        return best
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _compare(self, ref_id: int, target_id: int) -> Difference:
+        a, b = self.ref.content(ref_id), self.target.content(target_id)
+        if a.hash and a.hash == b.hash:
+            return EQUAL
+        if a.shape != b.shape and _numel(a.shape) != _numel(b.shape):
+            return self._cut(a, b)
+        if _numel(a.shape) == 0 and a.shape == b.shape:
+            return EQUAL
+        if a.has_data and b.has_data and _numel(a.shape) <= MAX_ELEMENTS:
+            ref, target = self.array(True, ref_id), self.array(False, target_id)
+            if ref is not None and target is not None:
+                return self._from_arrays(ref, target)
+        return self._from_sketches(a, b)
+
+    def _from_arrays(self, ref: Array, target: Array) -> Difference:
+        if ref.shape == target.shape:
+            return arrays_difference(ref, target)
+        straight = arrays_difference(ref.reshape(-1), target.reshape(-1))
+        return replace(straight, transform="reshaped", worst=None)
+
+    def _cut(self, a: StoredContent, b: StoredContent) -> Difference:
+        shapes = f"shapes differ: {list(a.shape)} against {list(b.shape)}"
+        rows = self.rows
+        if rows is None or len(a.shape) != len(b.shape) or not a.shape:
+            return unknown(shapes)
+        dim = rows.dim % len(a.shape) if -len(a.shape) <= rows.dim < len(a.shape) else None
+        differing = [d for d in range(len(a.shape)) if a.shape[d] != b.shape[d]]
+        if dim is None or differing != [dim]:
+            return unknown(shapes)
+        ref, target = self.array(True, a.id), self.array(False, b.id)
+        if ref is None or target is None:
+            return unknown(f"{shapes}, and padding cannot be cut off without data")
+        keep = min(a.shape[dim], b.shape[dim])
+        if keep % max(rows.keep, 1):
+            return unknown(shapes)
+        cut = tuple(slice(0, keep) if d == dim else slice(None) for d in range(len(a.shape)))
+        found = arrays_difference(ref[cut], target[cut])
+        return replace(found, transform=f"first {keep} rows of dim {dim}")
+
+    def _from_sketches(self, a: StoredContent, b: StoredContent) -> Difference:
+        if not a.stats or not b.stats:
+            return unknown("no statistics were recorded")
+        counts = 0
+        for name in ("nan", "posinf", "neginf"):
+            counts += abs(int(a.stats.get(name) or 0) - int(b.stats.get(name) or 0))
+        if counts:
+            return Difference(rho=math.inf, nonfinite=counts, method="sketch")
+        ref, target = self.ref.sketch(a.id), self.target.sketch(b.id)
+        if ref is None or target is None:
+            return unknown("no sketches were recorded")
+        for content in (a, b):
+            if max(abs(float(content.stats.get(name) or 0.0)) for name in ("min", "max")) >= EXTREME:
+                return unknown("values as large as a mask's drown the others in a sketch")
+        rho = float(relative_distance(target, ref))
+        return Difference(
+            equal=rho == 0.0, rho=rho, method="sketch", transform="" if a.shape == b.shape else "reshaped"
+        )
+
+
+def arrays_difference(ref: Array, target: Array) -> Difference:
+    """The difference of two arrays of one shape; complex values by modulus."""
+    squared = scale = 0.0
+    nonfinite = 0
+    for r, t, odd in _chunks(ref, target):
+        nonfinite += odd
+        if r.size:
+            d = np.abs(t - r)
+            top = float(d.max())
+            if top:
+                squared += float(np.dot(d, d)) if top < 1e150 else math.inf
+            m = np.abs(r)
+            scale += float(np.dot(m, m))
+    rho = math.sqrt(squared / scale) if scale else (0.0 if squared == 0.0 else math.inf)
+    if nonfinite:
+        return Difference(rho=math.inf, nonfinite=nonfinite, method="data")
+    if rho == 0.0:
+        return Difference(equal=True, method="data")
+    return Difference(rho=rho, method="data", worst=_worst_row(ref, target))
+
+
+def _chunks(ref: Array, target: Array) -> Iterator[tuple[Array, Array, int]]:
+    """Comparable elements of both, chunk by chunk, and how many others do not correspond."""
+    a, b = ref.reshape(-1), target.reshape(-1)
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    for start in range(0, a.size, CHUNK):
+        r = a[start : start + CHUNK].astype(wide)
+        t = b[start : start + CHUNK].astype(wide)
+        r_out, t_out = ~(np.abs(r) < EXTREME), ~(np.abs(t) < EXTREME)  # NaN is out as well
+        out = r_out | t_out
+        odd = 0
+        if out.any():
+            kinds = []
+            for x, is_out in ((r, r_out), (t, t_out)):
+                x = x[out].real
+                x = np.where(np.isnan(x), 2.0, np.clip(x, -1.0, 1.0))
+                kinds.append(np.where(is_out[out], x, 0.0))
+            odd = int((kinds[0] != kinds[1]).sum())
+            r, t = r[~out], t[~out]
+        yield r, t, odd
+
+
+def _worst_row(ref: Array, target: Array) -> tuple[tuple[int, ...], float] | None:
+    """Row along the last dim with the largest error, relative to its norm or to a typical row's."""
+    if ref.ndim < 2 or ref.shape[-1] < 8:
+        return None
+    wide = np.complex128 if np.iscomplexobj(ref) or np.iscomplexobj(target) else np.float64
+    width = ref.shape[-1]
+    a, b = ref.reshape(-1, width), target.reshape(-1, width)
+    step = max(1, CHUNK // width)
+    errors, norms = np.empty(a.shape[0]), np.empty(a.shape[0])
+    for start in range(0, a.shape[0], step):
+        r, t = a[start : start + step].astype(wide), b[start : start + step].astype(wide)
+        out = ~(np.abs(r) < EXTREME) | ~(np.abs(t) < EXTREME)
+        r[out] = t[out] = 0
+        errors[start : start + step] = np.linalg.norm(t - r, axis=1)
+        norms[start : start + step] = np.linalg.norm(r, axis=1)
+    typical = math.sqrt(float(np.mean(norms**2)))
+    relative = errors / np.maximum(np.maximum(norms, typical), 1e-300)
+    at = int(relative.argmax())
+    index = tuple(int(i) for i in np.unravel_index(at, ref.shape[:-1]))
+    return index, float(relative[at])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+def same_class(a: str, b: str) -> bool:
+    """Whether values of two dtypes are numbers of one kind: a code is not the number it stands for."""
+    first, second = dtype_class(a), dtype_class(b)
+    return first == second or {first, second} <= {"f", "c"}

@@ -1,0 +1,298 @@
+"""Two traces, lined up: the result of alignment that `judge` works on.
+
+A `Link` says that a value of the target ought to be a value of the reference, and why: the same op made
+both, the same module returned both, paired ops read both in the same place, or both are the parameter of one name.
+One value may have several links; it is explained when one of them holds. A `Pair` is a row for people:
+every record of both traces stands in exactly one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from dispatch_trace.align.canon import dtype_class, is_factory, short
+from dispatch_trace.align.content import Comparer, Difference, Rows, same_class
+from dispatch_trace.align.graph import CallKey, Origin, Program, Value
+from dispatch_trace.align.modules import Renames, host, pair_calls
+from dispatch_trace.align.ops import BodyAligner, Element, OpPair, scalars
+from dispatch_trace.align.steps import pair_models
+from dispatch_trace.schema import NO_CALL, GradPhase, StoredRecord, StoredSlot
+from dispatch_trace.store.reader import RankReader
+
+Outcome: TypeAlias = Literal["matched", "absorbed", "ref-only", "target-only", "no-data", "deselected"]
+Progress: TypeAlias = Callable[[int, int, str], None]
+_PHASES: tuple[GradPhase, ...] = ("fwd", "recompute", "bwd")
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """One row of an alignment.
+
+    Attributes:
+      ref, target: the records; None on the side that has none.
+      outcome: matched (compared), absorbed (part of a region whose result was compared, or an op that
+        only moves values), ref-only, target-only, no-data, deselected.
+      method: how it was matched ("same op", "same family", "path", "name", "region", "edge").
+      confidence: in [0, 1].
+      error: relative L2 error of the worst output that someone reads, None where unknown.
+      band: error up to which it is taken for noise here, None where unknown.
+      label: "" or the label of a finding at this record.
+      worst_row: (row, error) of the main output, from data only.
+      notes: in words.
+    """
+
+    ref: StoredRecord | None
+    target: StoredRecord | None
+    outcome: Outcome
+    method: str = ""
+    confidence: float = 0.0
+    error: float | None = None
+    band: float | None = None
+    label: str = ""
+    worst_row: tuple[tuple[int, ...], float] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A value of the target that ought to be a value of the reference.
+
+    Attributes:
+      ref, target: the values.
+      ref_content, target_content: what to compare, by number; -1 where nothing was recorded.
+      method: "op", "operand", "module", "param" or "input".
+      slots: (ref seq, ref slot index, target seq, target slot index) of the place where they meet.
+    """
+
+    ref: Value
+    target: Value
+    ref_content: int
+    target_content: int
+    method: str
+    slots: tuple[int, int, int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Pairing:
+    """Everything that alignment found out.
+
+    Attributes:
+      ref, target: the programs.
+      comparer: compares their contents.
+      models: models of the reference to models of the target.
+      calls: calls of the reference to calls of the target.
+      ops: op pairs by the target's seq.
+      ops_by_ref: the same by the reference's seq.
+      modules: (ref, target) module records of paired calls.
+      links: by value of the target.
+      ref_links: by value of the reference.
+    """
+
+    ref: Program
+    target: Program
+    comparer: Comparer
+    models: dict[str, str]
+    renames: Renames
+    calls: dict[CallKey, CallKey] = field(default_factory=dict)
+    ops: dict[int, OpPair] = field(default_factory=dict)
+    ops_by_ref: dict[int, OpPair] = field(default_factory=dict)
+    modules: list[tuple[StoredRecord, StoredRecord]] = field(default_factory=list)
+    links: dict[Value, list[Link]] = field(default_factory=lambda: defaultdict(list))
+    ref_links: dict[Value, list[Link]] = field(default_factory=lambda: defaultdict(list))
+
+    def compare(self, link: Link) -> Difference:
+        return self.comparer.compare(link.ref_content, link.target_content)
+
+    def add(self, link: Link) -> None:
+        known = self.links[link.target]
+        if any(k.ref == link.ref and k.target_content == link.target_content for k in known):
+            return
+        known.append(link)
+        self.ref_links[link.ref].append(link)
+
+
+def pair_traces(
+    ref: RankReader,
+    target: RankReader,
+    *,
+    rename: Any = None,
+    rows: Any = None,
+    steps: Collection[int] | None = None,
+    progress: Progress | None = None,
+) -> Pairing:
+    """Lines up two ranks.
+
+    Args:
+      ref, target: the traces.
+      rename, rows: see `Renames` and `Rows`.
+      steps: only these steps.
+      progress: called with (done, total, what).
+    Raises:
+      RenameError, ConfigError: as those.
+    """
+    cut = Rows.of(rows)
+
+    def reading(what: str) -> Callable[[int, int], None] | None:
+        return None if progress is None else lambda done, total: progress(done, total, what)
+
+    pairing = Pairing(
+        Program(ref, steps=steps, progress=reading("reading the reference")),
+        Program(target, steps=steps, progress=reading("reading the target")),
+        Comparer(ref, target, cut),
+        pair_models(ref, target),
+        Renames(rename),
+    )
+    pairing.calls = pair_calls(pairing.ref, pairing.target, pairing.models, pairing.renames)
+    _pair_ops(pairing, ignore_sizes=cut is not None, progress=progress)
+    _link_params(pairing)
+    _link_modules(pairing)
+    _link_ops(pairing)
+    return pairing
+
+
+# Ops --------------------------------------------------------------------------------------------------
+
+
+def _pair_ops(pairing: Pairing, *, ignore_sizes: bool, progress: Progress | None) -> None:
+    aligner = BodyAligner(pairing.ref, pairing.target, ignore_sizes=ignore_sizes)
+    backward = {target: ref for ref, target in pairing.calls.items()}
+    bodies = [
+        _bodies(pairing.ref, pairing.calls, lambda key: key),
+        _bodies(pairing.target, backward, lambda key: backward[key]),
+    ]
+    order = [key for key in bodies[1] if key in bodies[0]]
+    for done, key in enumerate(order):
+        for pair in aligner.align(bodies[0][key], bodies[1][key]):
+            pairing.ops[pair.target] = pairing.ops_by_ref[pair.ref] = pair
+        if progress is not None and done % 64 == 0:
+            progress(done, len(order), "aligning ops")
+
+
+def _bodies(
+    program: Program, paired: dict[CallKey, CallKey], common: Callable[[CallKey], CallKey]
+) -> dict[tuple[CallKey, GradPhase], list[Element]]:
+    """The sequences to align: ops and child calls in order, by (call in the reference's terms, phase)."""
+    placed: dict[tuple[CallKey, GradPhase], list[tuple[float, Element]]] = defaultdict(list)
+    for call in program.calls.values():
+        owner = host(call, paired)
+        if owner.key not in paired:
+            continue
+        for phase in _PHASES:
+            for record in call.ops.get(phase, ()):
+                element = Element(record, edge=program.is_edge(record))
+                placed[(common(owner.key), phase)].append((record.seq, element))
+        if call.key in paired and call.parent is not None and call.number != NO_CALL:
+            around = host(call.parent, paired)
+            if around.key in paired:
+                marker = Element(call.record, marker=common(call.key))
+                placed[(common(around.key), "fwd")].append((call.opened - 0.5, marker))
+    first = {key: min(place for place, _ in elements) for key, elements in placed.items()}
+    return {
+        key: [element for _, element in sorted(placed[key], key=lambda item: item[0])]
+        for key in sorted(placed, key=first.__getitem__)
+    }
+
+
+# Links ------------------------------------------------------------------------------------------------
+
+
+def _link_params(pairing: Pairing) -> None:
+    for (model, path, name), versions in pairing.ref.params.items():
+        if model not in pairing.models:
+            continue
+        key = (pairing.models[model], pairing.renames.apply(path), name)
+        for ref, target in zip(versions, pairing.target.params.get(key, ()), strict=False):
+            a, b = ref.slots[0], target.slots[0]
+            if same_class(a.dtype, b.dtype):
+                slots = (ref.seq, 0, target.seq, 0)
+                pairing.add(Link((ref.seq, 0), (target.seq, 0), a.content, b.content, "param", slots))
+
+
+def _link_modules(pairing: Pairing) -> None:
+    for ref_key, target_key in pairing.calls.items():
+        ref, target = pairing.ref.calls[ref_key].record, pairing.target.calls[target_key].record
+        if ref is None or target is None:
+            continue
+        pairing.modules.append((ref, target))
+        by_name = {(slot.role, slot.name): slot for slot in ref.slots if slot.is_tensor}
+        for slot in target.slots:
+            twin = by_name.get((slot.role, slot.name))
+            if slot.is_tensor and twin is not None:
+                _link_slots(pairing, ref, twin, target, slot, "module" if slot.role == "out" else "input")
+
+
+def _link_ops(pairing: Pairing) -> None:
+    for pair in list(pairing.ops.values()):
+        ref, target = pairing.ref.records[pair.ref], pairing.target.records[pair.target]
+        for a, b in paired_slots(pairing.ref.outputs(ref), pairing.target.outputs(target)):
+            _link_slots(pairing, ref, a, target, b, "op")
+        if is_factory(target):
+            continue
+        for a, b in paired_slots(pairing.ref.inputs(ref), pairing.target.inputs(target)):
+            _link_slots(pairing, ref, a, target, b, "operand")
+
+
+def paired_slots(ref: list[StoredSlot], target: list[StoredSlot]) -> list[tuple[StoredSlot, StoredSlot]]:
+    """Slots of two ops that mean the same: by name, a lone one with the first."""
+    names = {_plain_name(slot.name): slot for slot in ref}
+    found = [(names[_plain_name(s.name)], s) for s in target if _plain_name(s.name) in names]
+    if not found and ref and target and (len(ref) == 1 or len(target) == 1):
+        return [(ref[0], target[0])]
+    return found
+
+
+_ALIASES = {"out": "out[0]", "out.self": "out[0]", "out.out": "out[0]", "in.mat1": "in.input", "in.mat2": "in.weight"}
+
+
+def _plain_name(name: str) -> str:
+    return _ALIASES.get(name, name)
+
+
+def _link_slots(
+    pairing: Pairing,
+    ref: StoredRecord,
+    ref_slot: StoredSlot,
+    target: StoredRecord,
+    target_slot: StoredSlot,
+    method: str,
+) -> None:
+    """Links what stands behind two slots, where the slots hold all of it."""
+    if not same_class(ref_slot.dtype, target_slot.dtype) and dtype_class(ref_slot.dtype) != "b":
+        return
+    places = []
+    for program, record, slot in ((pairing.ref, ref, ref_slot), (pairing.target, target, target_slot)):
+        if slot.role == "in" or record.kind == "module":
+            origins = program.origins(record, slot)
+        else:
+            origins = program._origins_of((record.seq, slot.index))
+        if len(origins) != 1 or not origins[0].whole:
+            return
+        places.append((origins[0], program.held_content(record, slot)))
+    (first, a_content), (second, b_content) = places
+    a, b = first.value, second.value
+    if (a_content < 0 or b_content < 0) and same_path(pairing.ref, first, pairing.target, second):
+        a_content, b_content = pairing.ref.slot(a).content, pairing.target.slot(b).content
+    if same_class(pairing.ref.slot(a).dtype, pairing.target.slot(b).dtype):
+        slots = (ref.seq, ref_slot.index, target.seq, target_slot.index)
+        pairing.add(Link(a, b, a_content, b_content, method, slots))
+
+
+def same_path(ref: Program, first: Origin, target: Program, second: Origin) -> bool:
+    """Whether two slots look at their origins in the same way: the same views, of the same shapes."""
+    return view_path(ref, first) == view_path(target, second)
+
+
+def view_path(program: Program, origin: Origin) -> tuple[Any, ...]:
+    """The shape of the origin, then the views on the way with their arguments; copies say nothing."""
+    steps: list[Any] = [program.slot(origin.value).shape]
+    for seq in origin.edges:
+        record = program.records[seq]
+        if short(record.op) not in _NO_VIEW:
+            steps.append((short(record.op), scalars(record), program.outputs(record)[0].shape))
+    return tuple(steps)
+
+
+_NO_VIEW = frozenset("clone detach alias contiguous _to_copy to lift_fresh lift lift_fresh_copy copy positive".split())

@@ -1,0 +1,219 @@
+"""What rounding may do to one op's result: estimates from norms, where nothing is executed again.
+
+`own_noise` is the relative error that an op adds by itself, `gains` how much larger an error at each input
+gets at the output. Both speak of relative L2 errors, are meant for the typical case times a factor (`C`), and come
+from BLAME.md section 4 and from the derivative of each op. Lengths of sums come from shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from dispatch_trace.align.canon import EXACT, ILL_CONDITIONED, dtype_class, family, short
+from dispatch_trace.align.graph import Program, slot_numel
+from dispatch_trace.errors import ConfigError
+from dispatch_trace.judge.magnitudes import Magnitude
+from dispatch_trace.metrics import unit_roundoff
+from dispatch_trace.schema import StoredRecord, StoredSlot
+
+# A difference is noise up to C times the estimate: benign changes stayed at 0.6 of it (BLAME.md section 4).
+C = 2.5
+ACCUMULATOR = 2.0**-24
+UNKNOWN_GAIN = 3.0
+MAX_GAIN = 1e6
+
+Measure = Callable[[StoredRecord, StoredSlot], Magnitude]
+
+_REDUCTIONS = frozenset(
+    "sum mean var var_mean std norm linalg_vector_norm cumsum prod logsumexp nansum logcumsumexp cumprod trace "
+    "avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d avg_pool1d mse_loss nll_loss_forward".split()
+)
+_POWERS = {"rsqrt": 0.5, "sqrt": 0.5, "reciprocal": 1.0, "square": 2.0, "_foreach_sqrt": 0.5}
+# The derivative is at most about 1.
+_LIPSCHITZ = frozenset(
+    "tanh sigmoid gelu silu relu elu selu celu mish softplus erf hardtanh hardsigmoid hardswish leaky_relu clamp "
+    "clamp_min clamp_max sin cos atan maximum minimum threshold relu6 abs neg log1p asinh max amax min amin topk sort "
+    "max_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d upsample_bicubic2d log_sigmoid_forward "
+    "_upsample_bilinear2d_aa avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d".split()
+)
+_ADDITIVE = frozenset("add sub rsub _foreach_add _foreach_sub lerp addcmul addcdiv".split())
+
+
+def roundoff(dtype: str) -> float:
+    """Unit roundoff; 0 for what does not round, and for dtypes that are not known."""
+    try:
+        return unit_roundoff(dtype)
+    except ConfigError:
+        return 0.0
+
+
+def reduction_length(program: Program, record: StoredRecord, out: StoredSlot) -> int:
+    """How many products or terms go into one element of the output."""
+    inputs = {slot.name: slot for slot in program.inputs(record)}
+    group = family(record.op)
+    if group == "linear":
+        first = inputs.get("in.mat1") or inputs.get("in.batch1") or inputs.get("in.input") or inputs.get("in.self")
+        return max(first.shape[-1], 1) if first is not None and first.shape else 1
+    if group == "conv":
+        weight = inputs.get("in.weight")
+        return max(math.prod(weight.shape[1:]), 1) if weight is not None and len(weight.shape) > 1 else 1
+    if group == "attention":
+        query = inputs.get("in.query")
+        key = inputs.get("in.key")
+        sizes = [s.shape[d] for s, d in ((query, -1), (key, -2)) if s is not None and len(s.shape) > 1]
+        return max([*sizes, 1])
+    source = next(iter(inputs.values()), None)
+    if source is None or not source.shape:
+        return 1
+    if group in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+        return max(source.shape[-1], 1)
+    if group in ("group_norm", "batch_norm") or short(record.op) in _REDUCTIONS:
+        return max(slot_numel(source) // max(slot_numel(out), 1), 1)
+    if short(record.op) == "cumsum":
+        return max(source.shape)
+    return 1
+
+
+def own_noise(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> float:
+    """Relative error that the op's own rounding may add: tau = u_out + sqrt(n) u_acc."""
+    kind = dtype_class(out.dtype)
+    if kind not in "fc8" or short(record.op) in EXACT:
+        return 0.0
+    u_out = roundoff(out.dtype)
+    u_acc = min(ACCUMULATOR, u_out) if u_out else ACCUMULATOR
+    n = reduction_length(program, record, out)
+    tau = u_out
+    if n > 1:
+        tau += math.sqrt(n) * u_acc * max(1.0, max(_cancellation(program, record, out, measure), 1.0))
+    group = family(record.op)
+    if group == "attention":
+        slots = {slot.name: measure(record, slot).rms or 1.0 for slot in program.inputs(record)}
+        tau += 4 * u_acc * slots.get("in.query", 1.0) * slots.get("in.key", 1.0)
+    return tau
+
+
+def _cancellation(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> float:
+    """How much larger the terms of a sum are than its result; at least 1."""
+    gains = gains_of(program, record, out, measure)
+    return min(max((g for _, g in gains if math.isfinite(g)), default=1.0), 1e3)
+
+
+def gains_of(
+    program: Program, record: StoredRecord, out: StoredSlot, measure: Measure
+) -> list[tuple[StoredSlot, float]]:
+    """Growth of a relative error from each tensor input to the output."""
+    inputs = program.inputs(record)
+    if not inputs:
+        return []
+    result = measure(record, out).rms
+    sizes = {slot.name: measure(record, slot) for slot in inputs}
+    name, group = short(record.op), family(record.op)
+    if name in ILL_CONDITIONED:
+        return [(slot, MAX_GAIN) for slot in inputs]
+    if result is None or result == 0.0:
+        return [(slot, 1.0 if result is None else UNKNOWN_GAIN) for slot in inputs]
+    return [(slot, min(_gain(program, record, out, slot, sizes, result, name, group), MAX_GAIN)) for slot in inputs]
+
+
+def _gain(
+    program: Program,
+    record: StoredRecord,
+    out: StoredSlot,
+    slot: StoredSlot,
+    sizes: dict[str, Magnitude],
+    result: float,
+    name: str,
+    group: str,
+) -> float:
+    size = sizes[slot.name].rms
+    if size is None:
+        return UNKNOWN_GAIN
+    if name in _ADDITIVE:
+        return size / result * max(abs(_number(record, "alpha", 1.0)), abs(_number(record, "value", 1.0)))
+    if name in ("mul", "_foreach_mul"):
+        other = next((m.rms for key, m in sizes.items() if key != slot.name), None)
+        return 1.0 if other is None else max(size * other / result, 1.0)
+    if name in ("div", "_foreach_div"):
+        top, bottom = sizes.get("in.self"), sizes.get("in.other")
+        if top is None or bottom is None or not top.rms or not bottom.rms:
+            return 1.0
+        return max(1.0, top.rms / (bottom.rms * result))
+    if name == "pow" or name in _POWERS:
+        exponent = _POWERS.get(name, abs(_number(record, "exponent", 1.0)))
+        if slot.name == "in.exponent":
+            return max(1.0, size * abs(math.log(max(abs(_number(record, "self", math.e)), 1e-9))))
+        least = sizes[slot.name].least
+        spread = max(1.0, min(size / least, 30.0)) if least and exponent <= 1.0 else 1.0
+        return exponent * spread
+    if name in ("exp", "expm1", "exp2"):
+        return max(1.0, size)
+    if name == "log":
+        return max(1.0, 1.0 / result)
+    if group == "softmax":
+        return max(1.0, size)
+    if group == "log_softmax":
+        return max(1.0, 1.5 * size / result)
+    if group in ("layer_norm", "group_norm", "batch_norm", "rms_norm"):
+        return _norm_gain(slot, sizes, result, group)
+    if group == "linear" or group == "conv":
+        return _product_gain(program, record, out, slot, sizes, result)
+    if group == "attention":
+        return _attention_gain(slot, sizes, result)
+    if name in ("sum", "nansum", "cumsum"):
+        n = max(slot_numel(slot) // max(slot_numel(out), 1), 1) if name != "cumsum" else max(slot.shape, default=1)
+        return max(1.0, math.sqrt(n) * size / result)
+    if name == "mean":
+        return max(1.0, size / result) if result < size else 1.0
+    if name in _LIPSCHITZ:
+        return 1.1 * size / result
+    if name in EXACT:
+        return max(1.0, size / result) if dtype_class(slot.dtype) in "fc8" else 1.0
+    return max(UNKNOWN_GAIN, size / result)
+
+
+def _norm_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float, group: str) -> float:
+    source = sizes.get("in.input") or sizes[slot.name]
+    weight = sizes.get("in.weight")
+    scale = (weight.rms or 1.0) if weight is not None else 1.0
+    if slot.name == "in.bias":
+        return (sizes[slot.name].rms or 0.0) / result
+    if slot.name != "in.input":
+        return max(1.0, scale / result)
+    spread = source.rms if group == "rms_norm" else source.std
+    centred = (source.rms or 0.0) / spread if spread else UNKNOWN_GAIN
+    return 1.5 * centred * max(1.0, scale / result)
+
+
+def _product_gain(
+    program: Program,
+    record: StoredRecord,
+    out: StoredSlot,
+    slot: StoredSlot,
+    sizes: dict[str, Magnitude],
+    result: float,
+) -> float:
+    size = sizes[slot.name].rms or 0.0
+    names = set(sizes)
+    bias = "in.bias" if "in.bias" in names else ("in.self" if names & {"in.mat1", "in.batch1"} else "")
+    if slot.name == bias:
+        return size / result
+    others = [m.rms or 0.0 for key, m in sizes.items() if key not in (slot.name, bias)]
+    other = others[0] if others else size
+    n = reduction_length(program, record, out)
+    return max(1.0, math.sqrt(n) * size * other / result)
+
+
+def _attention_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float) -> float:
+    query, key, value = (sizes.get(f"in.{n}") for n in ("query", "key", "value"))
+    spread = max(1.0, ((value.rms or 0.0) / result) if value is not None else 1.0)
+    if slot.name in ("in.query", "in.key") and query is not None and key is not None:
+        return spread * max(1.0, (query.rms or 1.0) * (key.rms or 1.0))
+    return spread
+
+
+def _number(record: StoredRecord, name: str, default: float) -> float:
+    for key, value in record.args:
+        if key == name and isinstance(value, (int, float)):
+            return float(value)
+    return default

@@ -1,0 +1,76 @@
+"""What a judgement says: findings, verdict, coverage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from dispatch_trace.align.pairs import Pair
+
+Verdict: TypeAlias = Literal["match", "diverged", "inconclusive"]
+LABELS = (
+    "introduced",
+    "inherited",
+    "parameter",
+    "argument",
+    "wiring",
+    "nonfinite",
+    "uninitialised",
+    "structure",
+    "flip",
+    "suspect",
+    "nondeterministic",
+)
+NEVER_FATAL = frozenset({"suspect", "flip", "inherited", "nondeterministic"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One place where the numbers go wrong, or may.
+
+    Attributes:
+      module, call, step: the module call to blame; call is None outside all calls.
+      op: base name of the target's op (of the reference's where the target lacks it), None where only the
+        module is known.
+      label: one of `LABELS`.
+      evidence: what was measured and what differs, by name; plain values.
+      source: "file:line" of the op, None where unknown.
+      fatal: it makes the verdict `diverged`.
+      judge: which judge found it ("estimates").
+      hint: what the difference looks like, in words, None where nothing fits.
+      seq, ref_seq: records of the target and of the reference, -1 where there is none.
+    """
+
+    module: str
+    call: int | None
+    step: int
+    op: str | None
+    label: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+    source: str | None = None
+    fatal: bool = True
+    judge: str = "estimates"
+    hint: str | None = None
+    seq: int = -1
+    ref_seq: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class Judgement:
+    """Findings and verdict of one pair of ranks.
+
+    Attributes:
+      verdict: "match", "diverged" or "inconclusive".
+      findings: fatal ones first, each group in the order in which the target ran.
+      pairs: every record of both traces, in the order of the target.
+      coverage: counts and shares by outcome.
+      notices: what a reader should know besides.
+      reasons: why the verdict is not "match", where it is inconclusive.
+    """
+
+    verdict: Verdict
+    findings: list[Finding]
+    pairs: list[Pair]
+    coverage: dict[str, Any]
+    notices: list[str]
+    reasons: list[str]

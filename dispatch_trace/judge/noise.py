@@ -1,0 +1,390 @@
+"""One pass over the target's values: which are what the reference says, up to noise, and which are not.
+
+For each value the best link to a reference value is measured and held against what rounding alone may have
+done: the op's own rounding plus the measured error of its inputs, grown as the op lets errors grow. So noise that
+rises smoothly through a deep model is explained step by step, and a jump is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dispatch_trace.align.canon import DISCRETE, dtype_class, is_empty, is_factory, short
+from dispatch_trace.align.content import SKETCH_FLOOR, Difference
+from dispatch_trace.align.graph import Call, Origin, Program, Value
+from dispatch_trace.align.pairs import Link, Pairing
+from dispatch_trace.judge.declared import Declaration
+from dispatch_trace.judge.estimates import C, gains_of, own_noise, roundoff
+from dispatch_trace.judge.magnitudes import Magnitudes
+from dispatch_trace.judge.quantised import quantisation_noise
+from dispatch_trace.schema import StoredRecord, StoredSlot
+
+# A row may be this many times as wrong as a whole tensor is allowed to be, before it counts by itself.
+ROW_FACTOR = 10.0
+# Noise that an op makes larger than this says nothing any more about what stands behind it.
+GARBAGE = 0.25
+STEEP = 4.0
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What is known of one value of the target.
+
+    Attributes:
+      rho: measured relative error against its best link, None where nothing could be compared.
+      link, difference: that link and its difference.
+      noise: relative error to reckon with downstream: rho where known, else predicted.
+      predicted: what rounding and the inputs' measured errors lead to.
+      clean: the error that the value would have without any defect.
+      explained: within noise; None where nothing could be compared.
+      tainted: some input is wrong, or may be.
+      flags: what had to be granted to explain it: ("cast", seq), ("ill", seq), ("flip", seq).
+      notes: in words ("int8 grid, RMSE/step 0.288").
+    """
+
+    rho: float | None = None
+    link: Link | None = None
+    difference: Difference | None = None
+    noise: float = 0.0
+    predicted: float = 0.0
+    clean: float = 0.0
+    explained: bool | None = None
+    tainted: bool = False
+    flags: frozenset[tuple[str, int]] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def wrong(self) -> bool:
+        return self.explained is False
+
+    @property
+    def suspicious(self) -> bool:
+        """Wrong, or not comparable and fed by something wrong."""
+        return self.explained is False or (self.explained is None and self.tainted)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Parts of a prediction: squared sums of what is granted freely, and by flag."""
+
+    free: float = 0.0
+    granted: float = 0.0
+    clean: float = 0.0
+    flags: set[tuple[str, int]] = field(default_factory=set)
+    tainted: bool = False
+
+    @property
+    def full(self) -> float:
+        return math.hypot(self.free, self.granted)
+
+
+class NoisePass:
+    """States of all values of the target, and predicted noise of the reference's.
+
+    Attributes:
+      states: by value of the target; leaves are added when first asked for.
+    """
+
+    def __init__(
+        self,
+        pairing: Pairing,
+        *,
+        exact: bool = False,
+        tolerance: float | None = None,
+        declared: Declaration | None = None,
+    ) -> None:
+        self.pairing = pairing
+        self.exact = exact
+        self.tolerance = tolerance or 0.0
+        self.declared = declared or Declaration()
+        self.states: dict[Value, State] = {}
+        self.ref_sizes = Magnitudes(pairing.ref, pairing.comparer, ref_side=True)
+        self.sizes = Magnitudes(pairing.target, pairing.comparer, ref_side=False)
+        self._ref_noise: dict[Value, float] = {}
+        self._borders: dict[tuple[int, Call], float] = {}
+        self._measured: dict[Value, bool] = {}
+
+    def run(self) -> None:
+        if not self.exact:
+            for record in self.pairing.ref.records.values():
+                if record.kind == "op" and not self.pairing.ref.is_edge(record):
+                    self._predict_ref(record)
+        for record in self.pairing.target.records.values():
+            if record.kind == "op" and not self.pairing.target.is_edge(record):
+                for out in self.pairing.target.outputs(record):
+                    self.states[(record.seq, out.index)] = self._judge(record, out)
+
+    # States -----------------------------------------------------------------------------------------
+
+    def state(self, value: Value) -> State:
+        """State of any value of the target, leaves and allocations included."""
+        found = self.states.get(value)
+        if found is None:
+            record = self.pairing.target.records[value[0]]
+            found = State() if is_empty(record) else self._judge_leaf(value)
+            self.states[value] = found
+        return found
+
+    def slot_noise(self, record: StoredRecord, slot: StoredSlot) -> tuple[float, float, frozenset[tuple[str, int]], bool]:
+        """(noise, clean noise, flags, suspicious) of what an input slot of the target holds."""
+        noise = clean = 0.0
+        flags: frozenset[tuple[str, int]] = frozenset()
+        suspicious = False
+        for origin in self.pairing.target.origins(record, slot):
+            state = self.state(origin.value)
+            part = 1.0 / math.sqrt(max(origin.share, 1e-6)) if origin.share < 1.0 else 1.0
+            cast = _cast_noise(self.pairing.target, origin)
+            noise = max(noise, math.hypot(state.noise * part, cast))
+            clean = max(clean, math.hypot(state.clean * part, cast))
+            flags |= state.flags
+            suspicious = suspicious or state.suspicious
+        return noise, clean, flags, suspicious
+
+    def best(self, links: Iterable[Link]) -> tuple[Link, Difference] | None:
+        """The link whose difference is known and smallest."""
+        found: tuple[Link, Difference] | None = None
+        for link in links:
+            difference = self.pairing.compare(link)
+            if difference.known and (found is None or _size(difference) < _size(found[1])):
+                found = link, difference
+            if difference.equal:
+                break
+        return found
+
+    def _judge(self, record: StoredRecord, out: StoredSlot) -> State:
+        value = (record.seq, out.index)
+        links = self.pairing.links.get(value, ())
+        budget = self._budget(record, out, links)
+        found = self.best(links)
+        state = State(
+            predicted=budget.full, noise=budget.full, clean=budget.clean, tainted=budget.tainted,
+            flags=frozenset(budget.flags),
+        )
+        if found is None:
+            return state
+        link, difference = found
+        state.link, state.difference, state.rho = link, difference, difference.rho
+        ref_noise = self._ref_noise.get(link.ref, 0.0)
+        band = self.band(math.hypot(budget.full, ref_noise), difference)
+        if budget.tainted:
+            # Something before it is wrong: explained only if the wrong has healed.
+            limit = self.band(math.hypot(budget.clean, ref_noise), difference)
+        else:
+            limit = band
+        state.explained = within(difference, limit)
+        if not state.explained and not self.exact and self.pairing.ref.is_leaf(link.ref):
+            self._excuse_grid(state, link, difference)  # a weight that the target keeps as codes and scales
+        if not state.explained and not budget.tainted and record.random:
+            state.flags |= {("random", record.seq)}
+        if state.explained:
+            state.noise = state.clean = difference.rho
+            strict = self.band(math.hypot(budget.free, ref_noise), difference)
+            state.flags = frozenset() if within(difference, strict) else frozenset(budget.flags)
+            state.tainted = False
+        else:
+            state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
+            if self._flipped(record, out, budget):
+                state.explained, state.flags = True, state.flags | {("flip", record.seq)}
+                state.clean = state.noise
+        return state
+
+    def band(self, predicted: float, difference: Difference | None = None) -> float:
+        """Up to which relative error a difference is noise."""
+        if self.exact:
+            return 0.0
+        floor = SKETCH_FLOOR if difference is not None and difference.method == "sketch" else 0.0
+        return max(C * math.hypot(predicted, floor), self.tolerance)
+
+    def _flipped(self, record: StoredRecord, out: StoredSlot, budget: _Budget) -> bool:
+        """A decision that fell the other way because of noise in what it was made on."""
+        if self.exact or budget.tainted or short(record.op) not in DISCRETE:
+            return False
+        inputs = [s for s in self.pairing.target.inputs(record) if dtype_class(s.dtype) in "fc8"]
+        return dtype_class(out.dtype) in "ib" and any(self.slot_noise(record, s)[0] > 0 for s in inputs)
+
+    def _judge_leaf(self, value: Value) -> State:
+        links = self.pairing.links.get(value, ())
+        found = self.best(links)
+        if found is None:
+            return State()
+        link, difference = found
+        state = State(rho=difference.rho, link=link, difference=difference, noise=difference.rho, clean=difference.rho)
+        if difference.equal:
+            state.explained = True
+            return state
+        if self.exact:
+            state.explained = False
+            return state
+        ref, target = self.pairing.ref.slot(link.ref), self.pairing.target.slot(value)
+        u_ref, u_target = roundoff(ref.dtype), roundoff(target.dtype)
+        limit = max(u_ref, u_target) * (1.0 if u_ref != u_target else C)
+        if dtype_class(target.dtype) not in "fc8":
+            limit = 0.0
+        state.explained = within(difference, self.band(limit / C, difference)) and (
+            difference.worst is None or difference.worst[1] <= max(ROW_FACTOR * limit, self.tolerance)
+        )
+        if not state.explained:
+            self._excuse_grid(state, link, difference)
+        if not state.explained:
+            state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
+            state.clean = 0.0
+        return state
+
+    def _excuse_grid(self, state: State, link: Link, difference: Difference) -> None:
+        found = quantisation_noise(self.pairing, link, difference)
+        if found is not None:
+            state.explained = True
+            state.notes = (*state.notes, found)
+
+    # Predictions ------------------------------------------------------------------------------------
+
+    def _budget(self, record: StoredRecord, out: StoredSlot, links: Iterable[Link]) -> _Budget:
+        program = self.pairing.target
+        budget = _Budget()
+        if self.exact:
+            for slot in program.inputs(record):
+                budget.tainted = budget.tainted or self.slot_noise(record, slot)[3]
+            return budget
+        paired = any(link.method == "op" for link in links)
+        tau = own_noise(program, record, out, self.sizes.of_slot)
+        allowed = self._allowed(record, out, links)
+        actual = roundoff(out.dtype)
+        if actual > allowed > 0.0:
+            budget.granted, budget.flags = tau, {("cast", record.seq)}
+            tau = tau * allowed / actual
+        parts = [tau]
+        worst_clean = 0.0
+        declared = self.declared.operands(record)
+        gains = gains_of(program, record, out, self.sizes.of_slot)
+        for slot, gain in gains:
+            if _unread(record, slot):
+                continue
+            noise, clean, flags, suspicious = self.slot_noise(record, slot)
+            noise, clean = math.hypot(noise, declared), math.hypot(clean, declared)
+            cast = self._undeclared_cast(record, slot, allowed)
+            share = gain * noise
+            if short(record.op) in DISCRETE and dtype_class(slot.dtype) in "fc8" and noise > 0:
+                share = _flip_noise(share, self.sizes.of_slot(record, out).rms)
+            if share > GARBAGE and gain > STEEP and noise > 0 and not suspicious:
+                flags |= {("ill", record.seq)}
+            if cast:
+                flags |= {("cast", cast)}
+            budget.tainted = budget.tainted or suspicious
+            worst_clean = max(worst_clean, min(gain, 1.0) * clean)
+            if flags:
+                budget.granted = math.hypot(budget.granted, min(share, 2.0))
+                budget.flags |= flags
+            else:
+                parts.append(min(share, 2.0))
+        budget.clean = math.hypot(tau, worst_clean)
+        # Between anchors rounding is counted once: a long loop in low precision must not excuse itself.
+        budget.free = math.hypot(*parts) if paired else max(tau, math.hypot(*parts[1:]))
+        return budget
+
+    def _predict_ref(self, record: StoredRecord) -> None:
+        program = self.pairing.ref
+        for out in program.outputs(record):
+            tau = own_noise(program, record, out, self.ref_sizes.of_slot)
+            parts = [tau]
+            for slot, gain in gains_of(program, record, out, self.ref_sizes.of_slot):
+                noise = 0.0
+                for origin in program.origins(record, slot):
+                    if self._is_measured(origin.value):
+                        continue
+                    noise = max(noise, self._ref_noise.get(origin.value, 0.0), _cast_noise(program, origin))
+                parts.append(min(gain * noise, 2.0))
+            value = (record.seq, out.index)
+            paired = record.seq in self.pairing.ops_by_ref
+            self._ref_noise[value] = math.hypot(*parts) if paired else max(tau, math.hypot(*parts[1:]))
+
+    def _is_measured(self, value: Value) -> bool:
+        """Whether some target value is compared with this one: its error then counts on that side."""
+        found = self._measured.get(value)
+        if found is None:
+            links = self.pairing.ref_links.get(value, ())
+            found = any(self.pairing.compare(link).known for link in links)
+            self._measured[value] = found
+        return found
+
+    def _allowed(self, record: StoredRecord, out: StoredSlot, links: Iterable[Link]) -> float:
+        """The coarsest roundoff that this op may have: the target module's border, or the reference's."""
+        border = self._border(0, self.pairing.target, self.pairing.target.call_of(record))
+        coarsest = [border]
+        for link in links:
+            owner = self.pairing.ref.records[link.ref[0]]
+            if owner.kind == "op":
+                coarsest.append(roundoff(self.pairing.ref.slot(link.ref).dtype))
+                coarsest.append(self._border(1, self.pairing.ref, self.pairing.ref.call_of(owner)))
+        coarsest.append(self.declared.output(record))
+        return max(coarsest)
+
+    def _border(self, side: int, program: Program, call: Call) -> float:
+        """Coarsest float that goes in or out of a call, or of the nearest one around it that shows any."""
+        key = (side, call)
+        found = self._borders.get(key)
+        if found is None:
+            found = 0.0
+            if call.record is not None:
+                found = max(
+                    (roundoff(s.dtype) for s in call.record.slots if s.is_tensor and dtype_class(s.dtype) == "f"),
+                    default=0.0,
+                )
+            if found == 0.0 and call.parent is not None:
+                found = self._border(side, program, call.parent)
+            self._borders[key] = found
+        return found
+
+    def _undeclared_cast(self, record: StoredRecord, slot: StoredSlot, allowed: float) -> int:
+        """The record of a cast to something coarser than anything around asks for; 0 where there is none."""
+        if self.declared.operands(record):
+            return 0
+        for origin in self.pairing.target.origins(record, slot):
+            source = roundoff(self.pairing.target.slot(origin.value).dtype)
+            for dtype in origin.casts:
+                if roundoff(dtype) > max(allowed, source) > 0:
+                    return _cast_record(self.pairing.target, origin, dtype)
+        return 0
+
+
+def within(difference: Difference, limit: float) -> bool:
+    """Whether a difference is within a limit, its worst row included."""
+    if difference.equal:
+        return True
+    if difference.nonfinite or not difference.rho <= limit:
+        return False
+    return difference.worst is None or difference.worst[1] <= max(ROW_FACTOR * limit, 0.0)
+
+
+def _size(difference: Difference) -> tuple[float, int]:
+    return (math.inf, difference.nonfinite) if difference.nonfinite else (difference.rho, 0)
+
+
+def _cast_noise(program: Program, origin: Origin) -> float:
+    """Rounding by the casts on the way."""
+    source = roundoff(program.slot(origin.value).dtype)
+    return max((u for u in map(roundoff, origin.casts) if u > source), default=0.0)
+
+
+def _cast_record(program: Program, origin: Origin, dtype: str) -> int:
+    for seq in origin.edges:
+        record = program.records[seq]
+        if any(slot.dtype == dtype for slot in program.outputs(record)):
+            return seq
+    return origin.edges[-1] if origin.edges else 0
+
+
+def _flip_noise(share: float, size: float | None) -> float:
+    """Error of rounded values whose inputs carry noise: some land on the next integer."""
+    if not size:
+        return share
+    moved = share * size  # in units of one step
+    return math.sqrt(0.8 * moved + moved * moved) / size
+
+
+def _unread(record: StoredRecord, slot: StoredSlot) -> bool:
+    """Whether the op overwrites the argument without reading it."""
+    if slot.name == "in.out" or is_factory(record):
+        return True
+    return short(record.op) in ("copy", "fill", "zero") and slot.name == "in.self"

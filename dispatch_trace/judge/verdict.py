@@ -1,0 +1,381 @@
+"""From states of values to a verdict: walks back from final outputs that are wrong to what is to blame.
+
+`diverged` iff a fatal finding exists; a finding is fatal only if what it names reaches a final output.
+`match` needs every final output compared and explained, and nearly all compute bytes matched or absorbed.
+Everything else is `inconclusive`, and `reasons` says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dispatch_trace.align.canon import is_factory
+from dispatch_trace.align.content import Difference
+from dispatch_trace.align.graph import Program, Value
+from dispatch_trace.align.pairs import Pairing
+from dispatch_trace.align.steps import unpaired_steps
+from dispatch_trace.judge.blame import Blame, changed_arguments
+from dispatch_trace.judge.coverage import count_coverage, make_pairs
+from dispatch_trace.judge.declared import Declaration
+from dispatch_trace.judge.estimates import C, roundoff
+from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
+from dispatch_trace.judge.noise import NoisePass, within
+from dispatch_trace.schema import StoredRecord, StoredSlot
+
+MIN_COVERAGE = 0.9
+# An ill-conditioned step may lose this many units of the border's precision before something is amiss.
+LOST_PRECISION = 8.0
+
+
+@dataclass(slots=True)
+class Output:
+    """A final output of a step, compared.
+
+    Attributes:
+      record, slot: where the target returns it.
+      difference: from the reference's.
+      explained: within noise; None where it could not be compared.
+      band: up to which error it is noise.
+      flags: what had to be granted.
+    """
+
+    record: StoredRecord
+    slot: StoredSlot
+    difference: Difference
+    explained: bool | None
+    band: float
+    flags: frozenset[tuple[str, int]]
+
+
+def judge(
+    pairing: Pairing,
+    *,
+    exact: bool = False,
+    tolerance: float | None = None,
+    declared: Any = None,
+    golden: Pairing | None = None,
+) -> Judgement:
+    """Judges a pair of ranks by estimates.
+
+    Args:
+      pairing: the traces, lined up.
+      exact: any difference counts.
+      tolerance: relative error that is allowed at every site.
+      declared: see `Declaration`.
+      golden: the reference lined up with a run of it in higher precision.
+    """
+    noise = NoisePass(pairing, exact=exact, tolerance=tolerance, declared=Declaration.of(declared))
+    noise.run()
+    return _Judge(pairing, noise).judgement()
+
+
+class _Judge:
+    def __init__(self, pairing: Pairing, noise: NoisePass) -> None:
+        self._pairing = pairing
+        self._noise = noise
+        self._blame = Blame(noise)
+        self._target: Program = pairing.target
+        self._reasons: list[str] = []
+        self._notices: list[str] = []
+        self._reached: set[Value] = set()
+
+    def judgement(self) -> Judgement:
+        outputs = self._outputs()
+        fatal = self._fatal(outputs)
+        suspects = self._suspects(fatal)
+        findings = _distinct([*fatal, *suspects])
+        self._check_outputs(outputs, findings)
+        pairs = make_pairs(self._pairing, self._noise, findings)
+        coverage = count_coverage(pairs, self._pairing)
+        verdict = self._verdict(findings, coverage)
+        return Judgement(
+            verdict=verdict,
+            findings=findings,
+            pairs=pairs,
+            coverage=coverage,
+            notices=self._notices,
+            reasons=self._reasons if verdict == "inconclusive" else [],
+        )
+
+    # Outputs ----------------------------------------------------------------------------------------
+
+    def _outputs(self) -> list[Output]:
+        """What the root calls return, compared; without root calls, what nothing reads any more."""
+        found: list[Output] = []
+        compared = 0
+        for key, other in self._pairing.calls.items():
+            ref, target = self._pairing.ref.calls[key], self._target.calls[other]
+            if ref.record is None or target.record is None or ref.parent is not None or target.parent is not None:
+                continue
+            compared += 1
+            found += self._root_outputs(ref.record, target.record)
+        if not compared:
+            found = self._sinks()
+        return found
+
+    def _root_outputs(self, ref: StoredRecord, target: StoredRecord) -> list[Output]:
+        theirs = {s.name: s for s in ref.slots if s.role == "out" and s.is_tensor}
+        ours = {s.name: s for s in target.slots if s.role == "out" and s.is_tensor}
+        missing = [name for name in theirs if name not in ours]
+        if missing:
+            self._reasons.append(f"outputs that the target does not return: {', '.join(missing[:5])}")
+        if ref.note or target.note:
+            self._reasons.append(f"the root module: {ref.note or target.note}")
+        return [self._output(ref, theirs[name], target, slot) for name, slot in ours.items() if name in theirs]
+
+    def _output(self, ref: StoredRecord, a: StoredSlot, target: StoredRecord, b: StoredSlot) -> Output:
+        noise = self._noise
+        difference = self._pairing.comparer.compare(
+            self._pairing.ref.held_content(ref, a), self._target.held_content(target, b)
+        )
+        here, clean, flags, suspicious = noise.slot_noise(target, b)
+        ref_noise = max(
+            (
+                0.0 if noise._is_measured(o.value) else noise._ref_noise.get(o.value, 0.0)
+                for o in self._pairing.ref.origins(ref, a)
+            ),
+            default=0.0,
+        )
+        band = noise.band(math.hypot(clean if suspicious else here, ref_noise), difference)
+        if not difference.known:
+            empty = a.note or b.note or 0 in a.shape
+            return Output(target, b, difference, True if empty else None, band, frozenset())
+        return Output(target, b, difference, within(difference, band), band, flags if not difference.equal else frozenset())
+
+    def _sinks(self) -> list[Output]:
+        """Values that no recorded op reads: all that is left to judge by when no root returned anything."""
+        found = []
+        for value, state in self._noise.states.items():
+            record = self._target.records[value[0]]
+            if record.kind != "op" or self._target.consumers.get(value) or is_factory(record):
+                continue
+            if state.difference is not None:
+                slot = self._target.slot(value)
+                band = self._noise.band(state.predicted, state.difference)
+                found.append(Output(record, slot, state.difference, state.explained, band, state.flags))
+        return found
+
+    # Findings ---------------------------------------------------------------------------------------
+
+    def _fatal(self, outputs: Iterable[Output]) -> list[Finding]:
+        found: dict[int, Finding] = {}
+        for output in outputs:
+            if output.explained is False:
+                for place, finding in self._culprits(output):
+                    found.setdefault(place, finding)
+            elif output.flags and output.explained:
+                for place, finding in self._lost_precision(output):
+                    found.setdefault(place, finding)
+        findings = [found[place] for place in sorted(found)]
+        return [replace(f, fatal=f.label not in NEVER_FATAL) for f in findings]
+
+    def _culprits(self, output: Output) -> list[tuple[int, Finding]]:
+        """(position, finding) of every wrong value that has only right inputs and leads to this output."""
+        found = []
+        todo: list[tuple[Value, StoredRecord]] = [
+            (o.value, output.record) for o in self._origins(output.record, output.slot)
+        ]
+        before = len(self._reached)
+        sources = {value for value, _ in todo}
+        for value, reader in todo:
+            state = self._noise.state(value)
+            if not state.suspicious or value in self._reached:
+                continue
+            self._reached.add(value)
+            record = self._target.records[value[0]]
+            if record.kind != "op" or self._target.is_leaf(value):
+                found.append((reader.seq, self._blame.leaf(value, reader)))
+                continue
+            inputs = [
+                (origin.value, record)
+                for slot in self._target.inputs(record)
+                for origin in self._target.origins(record, slot)
+                if self._noise.state(origin.value).suspicious
+            ]
+            if inputs and state.tainted:
+                todo += inputs
+            elif state.wrong:
+                found.append((record.seq, self._blame.value(value)))
+        if not found and len(self._reached) == before and not any(v in self._reached for v in sources):
+            error = output.difference.rho
+            found.append((output.record.seq, self._blame.output(output.record, output.slot, error, output.band)))
+        return found
+
+    def _origins(self, record: StoredRecord, slot: StoredSlot) -> Iterable[Any]:
+        if record.kind == "op":
+            return self._target._origins_of((record.seq, slot.index))
+        return self._target.origins(record, slot)
+
+    def _lost_precision(self, output: Output) -> list[tuple[int, Finding]]:
+        """An output that only an ill-conditioned step excuses, where the target alone had rounded before it."""
+        unit = max(roundoff(output.slot.dtype), 2.0**-24)
+        if not output.difference.rho > LOST_PRECISION * unit:
+            return []
+        found = []
+        for kind, seq in sorted(output.flags):
+            if kind != "ill":
+                continue
+            record = self._target.records[seq]
+            culprit = self._rounded_before(record)
+            if culprit is not None:
+                place, error, dtypes = culprit
+                evidence = {"error": error, "output_error": output.difference.rho, "amplified_by": record.op} | dtypes
+                finding = Finding(
+                    module=place.module,
+                    call=None if place.call < 0 else place.call,
+                    step=place.step,
+                    op=place.op,
+                    label="introduced",
+                    evidence=evidence,
+                    source=None if place.source is None else f"{place.source[0]}:{place.source[1]}",
+                    hint=f"rounded through a lower precision, then amplified by {record.op}",
+                    seq=place.seq,
+                    ref_seq=self._pairing.ops[place.seq].ref,
+                )
+                found.append((place.seq, finding))
+        return found
+
+    def _rounded_before(self, record: StoredRecord) -> tuple[StoredRecord, float, dict[str, Any]] | None:
+        """The first op before `record`, in its module, that rounds more coarsely than the reference's."""
+        best: tuple[StoredRecord, float, dict[str, Any]] | None = None
+        seen: set[int] = set()
+        todo = [record]
+        while todo:
+            reader = todo.pop()
+            for slot in self._target.inputs(reader):
+                for origin in self._target.origins(reader, slot):
+                    for seq in (*origin.edges, origin.value[0]):
+                        source = self._target.records[seq]
+                        if seq in seen or source.kind != "op":
+                            continue
+                        seen.add(seq)
+                        todo.append(source)
+                        coarse = self._coarser_than_ref(source)
+                        if coarse is not None and (best is None or seq < best[0].seq):
+                            best = (source, *coarse)
+        return best
+
+    def _coarser_than_ref(self, record: StoredRecord) -> tuple[float, dict[str, Any]] | None:
+        pair = self._pairing.ops.get(record.seq)
+        if pair is None:
+            return None
+        ours = self._target.outputs(record)
+        theirs = self._pairing.ref.outputs(self._pairing.ref.records[pair.ref])
+        if not ours or not theirs or roundoff(ours[0].dtype) <= roundoff(theirs[0].dtype) or not roundoff(theirs[0].dtype):
+            return None
+        difference = self._pairing.comparer.compare(theirs[0].content, ours[0].content)
+        if not difference.known or difference.rho == 0.0:
+            return None
+        return difference.rho, {"dtypes": [theirs[0].dtype, ours[0].dtype]}
+
+    def _suspects(self, fatal: list[Finding]) -> list[Finding]:
+        """What was wrong or changed and did not reach an output, or was granted."""
+        found: list[tuple[int, Finding]] = []
+        named = {f.seq for f in fatal}
+        casts: set[int] = set()
+        for value, state in list(self._noise.states.items()):
+            for kind, seq in state.flags:
+                if kind == "cast" and seq not in casts and state.explained:
+                    casts.add(seq)
+                    found.append((seq, self._cast_suspect(seq, state.rho or 0.0)))
+                elif kind == "flip" and seq == value[0]:
+                    finding = self._blame._finding(
+                        self._target.records[seq], self._target.records[seq].op, "flip", self._blame._evidence(state), state
+                    )
+                    found.append((seq, finding))
+            if not state.wrong or state.tainted or value in self._reached:
+                continue
+            record = self._target.records[value[0]]
+            if not self._target.consumers.get(value) and record.kind == "op":
+                continue  # an output that nobody reads
+            readers = self._target.consumers.get(value)
+            if record.kind == "op" and not self._target.is_leaf(value):
+                finding = self._blame.value(value)
+            elif readers:
+                finding = self._blame.leaf(value, self._target.records[readers[0][0]])
+            else:
+                continue
+            if finding.seq not in named:
+                label = finding.label if finding.label in NEVER_FATAL else "suspect"
+                evidence = {"kind": finding.label, "healed": True} | finding.evidence
+                found.append((value[0], replace(finding, label=label, evidence=evidence)))
+        found += self._silent_arguments(named)
+        return [replace(f, fatal=False) for _, f in sorted(found, key=lambda item: item[0])]
+
+    def _cast_suspect(self, seq: int, error: float) -> Finding:
+        record = self._target.records[seq]
+        evidence = {"error": error, "dtype": [s.dtype for s in self._target.outputs(record)][:1]}
+        return replace(
+            self._blame._finding(record, record.op, "suspect", evidence, None),
+            hint="rounded through a lower precision than anything around it; declare it if it is meant",
+        )
+
+    def _silent_arguments(self, named: set[int]) -> list[tuple[int, Finding]]:
+        """Arguments that changed and whose effect, if any, is below the noise."""
+        found = []
+        for seq, pair in self._pairing.ops.items():
+            record = self._target.records[seq]
+            if record.light or seq in named or pair.method != "same op" or self._target.is_edge(record):
+                continue
+            changed = changed_arguments(self._pairing.ref.records[pair.ref], record)
+            states = [self._noise.states.get((seq, s.index)) for s in self._target.outputs(record)]
+            if changed and all(s is not None and s.explained for s in states) and not is_factory(record):
+                evidence = {"kind": "argument", "arguments": changed}
+                finding = self._blame._finding(record, record.op, "suspect", evidence, states[0] if states else None)
+                found.append((seq, replace(finding, hint="an argument differs; its effect is within the noise")))
+        return found
+
+    # Verdict ----------------------------------------------------------------------------------------
+
+    def _check_outputs(self, outputs: list[Output], findings: list[Finding]) -> None:
+        unknown = [o for o in outputs if o.explained is None]
+        for output in unknown[:5]:
+            self._reasons.append(f"output {output.slot.name} was not compared: {output.difference.why}")
+        if not outputs:
+            self._reasons.append("no final output was compared")
+        for output in outputs:
+            if output.explained is False and not any(f.fatal for f in findings):
+                self._reasons.append(
+                    f"output {output.slot.name} is off by {output.difference.rho:.3g} and nothing could be blamed for it"
+                )
+            elif output.explained and output.flags:
+                kinds = {"cast": "an undeclared cast", "ill": "an ill-conditioned step", "flip": "a decision that flipped"}
+                names = sorted({kinds.get(kind, kind) for kind, _ in output.flags})
+                self._reasons.append(
+                    f"output {output.slot.name} is off by {output.difference.rho:.3g}, explained only by {' and '.join(names)}"
+                )
+
+    def _verdict(self, findings: list[Finding], coverage: dict[str, Any]) -> Verdict:
+        pairing = self._pairing
+        for name, reader in (("reference", pairing.ref.reader), ("target", pairing.target.reader)):
+            if not reader.complete:
+                self._reasons.append(f"the {name} trace is not complete")
+        only = unpaired_steps(pairing.ref.reader, pairing.target.reader, None)
+        for name, numbers in (("reference", only[0]), ("target", only[1])):
+            if numbers:
+                self._reasons.append(f"steps that only the {name} has: {', '.join(map(str, numbers[:5]))}")
+        if coverage["compute_bytes"]["share"] < MIN_COVERAGE:
+            self._reasons.append(
+                f"only {100 * coverage['compute_bytes']['share']:.1f} % of the compute bytes were matched or absorbed"
+            )
+        if any(f.fatal for f in findings):
+            return "diverged"
+        return "inconclusive" if self._reasons else "match"
+
+
+def _distinct(findings: Iterable[Finding]) -> list[Finding]:
+    """Each place and label once, the first of them."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for finding in findings:
+        key = (finding.step, finding.module, finding.call, finding.op, finding.label, finding.seq)
+        if key not in seen:
+            seen.add(key)
+            kept.append(finding)
+    return kept
+
+
+__all__ = ["C", "Finding", "Judgement", "judge"]

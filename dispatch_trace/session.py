@@ -1,0 +1,637 @@
+"""What people hold in their hands: traces, records, alignments.
+
+Stands on top of the reader, the aligner and the judges and hands out plain data from below. Imports no torch
+until tensor data is asked for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import html
+import json
+import math
+import os
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dispatch_trace.align.pairs import Pair, Progress, pair_traces
+from dispatch_trace.align.steps import chosen_steps
+from dispatch_trace.errors import ConfigError, NotExecutableError
+from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.verdict import judge
+from dispatch_trace.metrics import derived
+from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
+from dispatch_trace.store.reader import RankReader, open_ranks
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
+
+SCHEMA = 1
+_FIELDS = ("kind", "step", "rank", "model", "grad_phase", "module", "call", "op", "n", "name", "overload", "seq")
+
+
+class Record:
+    """What was seen at one site.
+
+    Attributes:
+      step, rank, model, grad_phase, module, call, op, n: the site key; call is None outside module calls,
+        op is None on all but ops.
+      kind: "op", "module", "inline" or "param"; name: of inline captures and parameters, else "".
+      overload, seq, args, light, random, note: as recorded.
+    """
+
+    __slots__ = ("_reader", "_record")
+
+    def __init__(self, reader: RankReader, record: StoredRecord) -> None:
+        self._reader = reader
+        self._record = record
+
+    @property
+    def kind(self) -> str:
+        return self._record.kind
+
+    @property
+    def step(self) -> int:
+        return self._record.step
+
+    @property
+    def rank(self) -> int:
+        return self._record.rank
+
+    @property
+    def model(self) -> str:
+        return self._record.model
+
+    @property
+    def grad_phase(self) -> str:
+        return self._record.grad_phase
+
+    @property
+    def module(self) -> str:
+        return self._record.module
+
+    @property
+    def call(self) -> int | None:
+        return None if self._record.call == NO_CALL else self._record.call
+
+    @property
+    def op(self) -> str | None:
+        return self._record.op if self._record.kind == "op" else None
+
+    @property
+    def n(self) -> int:
+        return self._record.n
+
+    @property
+    def name(self) -> str:
+        return self._record.name
+
+    @property
+    def overload(self) -> str:
+        return self._record.overload
+
+    @property
+    def seq(self) -> int:
+        return self._record.seq
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Arguments by name, encoded as in docs/format.md; a tensor is {"ref": slot index}."""
+        return dict(self._record.args)
+
+    @property
+    def light(self) -> bool:
+        return self._record.light
+
+    @property
+    def random(self) -> bool:
+        return self._record.random
+
+    @property
+    def note(self) -> str:
+        return self._record.note
+
+    @property
+    def slots(self) -> tuple[StoredSlot, ...]:
+        return self._record.slots
+
+    @property
+    def source(self) -> str | None:
+        """ "file:line" of the first frame outside torch, None where unknown."""
+        found = self._record.source
+        return None if found is None else f"{found[0]}:{found[1]}"
+
+    def slot(self, name: str = "out") -> StoredSlot:
+        """A slot by name; "out" is also the first output of ops that name theirs otherwise.
+
+        Raises:
+          KeyError: the record has no such slot.
+        """
+        for slot in self._record.slots:
+            if slot.name == name:
+                return slot
+        if name == "out":
+            for slot in self._record.slots:
+                if slot.role != "in" and slot.is_tensor:
+                    return slot
+        names = ", ".join(slot.name for slot in self._record.slots)
+        raise KeyError(f"{self!r} has no slot {name!r}; it has {names or 'none'}")
+
+    def stats(self, slot: str = "out") -> dict[str, int | float | None]:
+        """Statistics and what follows from them (mean, std, abs_mean, rms, l2); empty where none were taken."""
+        content = self.slot(slot).content
+        if content < 0:
+            return {}
+        found = dict(self._reader.content(content).stats)
+        return {**found, **derived(found)} if found else {}
+
+    def sketch(self, slot: str = "out") -> np.ndarray[Any, Any] | None:
+        """[k] float32, or None where none was taken."""
+        content = self.slot(slot).content
+        return None if content < 0 else self._reader.sketch(content)
+
+    def hash(self, slot: str = "out") -> str:
+        """xxh3-128 of the value as 32 hexadecimal digits, "" where none was taken."""
+        content = self.slot(slot).content
+        return "" if content < 0 else self._reader.content(content).hash
+
+    def tensor(self, slot: str = "out") -> torch.Tensor:
+        """The value, bit-exact: from the trace, or by running what led to it again.
+
+        Raises:
+          KeyError: the record has no such slot.
+          NotExecutableError: the slot holds no tensor, or the trace not enough to compute it.
+          TraceFormatError: the shard that holds it is missing or corrupt.
+        """
+        found = self.slot(slot)
+        if found.content >= 0 and self._reader.content(found.content).has_data:
+            return self._reader.tensor(found.content)
+        from dispatch_trace import execute
+
+        return execute.tensor(self._reader, self._record.seq, found.name)
+
+    def execute(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Runs the op on its own recorded inputs, by default in float64.
+
+        Returns: outputs and written arguments by slot name.
+        Raises:
+          NotExecutableError: it is no op, or its inputs are not there.
+        """
+        import torch
+
+        from dispatch_trace import execute
+
+        return execute.execute_record(self._reader, self._record.seq, torch.float64 if dtype is None else dtype)
+
+    def __repr__(self) -> str:
+        what = self.op or self.kind
+        where = f"{self.module or '(root)'}#{self.call}" if self.call is not None else self.module or "(root)"
+        return f"Record({self.seq}: {where} {what}{f' {self.name}' if self.name else f'[{self.n}]'})"
+
+
+class Trace:
+    """A recorded run.
+
+    Attributes:
+      path: its directory.
+      ranks: one reader for each rank.
+      header: of the first rank.
+      closed: it has its end frames. complete: closed, nothing dropped, files sound.
+      executable: its leaves suffice to run it again.
+      steps, modules: steps, and the table of modules.
+      records: an iterator over all records, in order.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.ranks = open_ranks(path)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return self.ranks[0].header
+
+    @property
+    def closed(self) -> bool:
+        return all(rank.closed for rank in self.ranks)
+
+    @property
+    def complete(self) -> bool:
+        return all(rank.complete for rank in self.ranks)
+
+    @property
+    def executable(self) -> bool:
+        if self.header.get("options", {}).get("level") == "module":
+            return False
+        from dispatch_trace import execute
+
+        try:
+            for rank in self.ranks:
+                execute.check_executable(rank)
+        except NotExecutableError:
+            return False
+        return self.complete
+
+    @property
+    def steps(self) -> list[StepInfo]:
+        return self.ranks[0].steps
+
+    @property
+    def modules(self) -> list[dict[str, Any]]:
+        """[{model, path, class, parameters}] of every module of the recorded models."""
+        return list(self.header.get("modules") or [])
+
+    @property
+    def records(self) -> Iterator[Record]:
+        return self.find()
+
+    @property
+    def num_records(self) -> int:
+        return sum(rank.num_records for rank in self.ranks)
+
+    def find(
+        self,
+        *,
+        module: str | None = None,
+        op: str | None = None,
+        step: int | None = None,
+        kind: str | None = None,
+        call: int | None = None,
+        n: int | None = None,
+        name: str | None = None,
+        grad_phase: str | None = None,
+        model: str | None = None,
+        rank: int | None = None,
+    ) -> Iterator[Record]:
+        """Records whose fields equal what is given, in order; None stands for any.
+
+        Args:
+          op: base name (`aten.mm`) or overload (`aten.mm.default`).
+        """
+        where: dict[str, Any] = {
+            key: value
+            for key, value in (
+                ("module", module),
+                ("step", step),
+                ("kind", kind),
+                ("call", call),
+                ("n", n),
+                ("name", name),
+                ("grad_phase", grad_phase),
+                ("model", model),
+            )
+            if value is not None
+        }
+        for reader in self.ranks:
+            if rank is not None and reader.rank != rank:
+                continue
+            for record in reader.records(**where):
+                if op is None or op in (record.op, record.overload):
+                    yield Record(reader, record)
+
+    def verify(self) -> list[str]:
+        """What is wrong with the files, in words; empty when sound."""
+        many = len(self.ranks) > 1
+        return [f"rank {r.rank}: {p}" if many else p for r in self.ranks for p in r.verify()]
+
+    def execute(self, dtype: torch.dtype | None = None, *, rank: int = 0) -> Any:
+        """Runs the recorded op graph of a rank again, in the recorded precision or in torch.float64.
+
+        Returns: an `execute.Execution`.
+        Raises:
+          NotExecutableError: the trace holds no data of leaves.
+        """
+        from dispatch_trace import execute
+
+        return execute.execute_rank(self._rank(rank), dtype=dtype)
+
+    def _rank(self, number: int) -> RankReader:
+        for reader in self.ranks:
+            if reader.rank == number:
+                return reader
+        raise ConfigError(f"rank={number}: {self.path} has ranks {', '.join(str(r.rank) for r in self.ranks)}.")
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row for each tensor slot of each record, with its statistics. Needs pandas."""
+        import pandas
+
+        rows = []
+        for record in self.records:
+            site = {name: getattr(record, name) for name in _FIELDS}
+            for slot in record.slots:
+                if slot.is_tensor:
+                    content = {} if slot.content < 0 else dict(record._reader.content(slot.content).stats)
+                    rows.append(
+                        {**site, "slot": slot.name, "role": slot.role, "dtype": slot.dtype, "shape": slot.shape, **content}
+                    )
+        return pandas.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "closed" if self.closed else "not closed"
+        return f"Trace({str(self.path)!r}, {self.num_records} records, {len(self.steps)} steps, {state})"
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "path": self.path,
+            "records": self.num_records,
+            "steps": len(self.steps),
+            "ranks": len(self.ranks),
+            "state": "complete" if self.complete else "not complete",
+            "torch": self.header.get("torch_version", ""),
+            "save": self.header.get("options", {}).get("save", ""),
+        }
+        return _html_table(["", ""], [[key, value] for key, value in rows.items()])
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Two traces, compared.
+
+    Attributes:
+      verdict: "match", "diverged" or "inconclusive".
+      first: the first fatal finding, None when there is none.
+      findings: all, fatal ones first, then suspects.
+      pairs: every record of both traces, in the order of the target.
+      coverage: {"records": {outcome: count}, "share", "compute_bytes": {…}, "not_compared": {…}}.
+      notices: what a reader should know besides.
+      reasons: why the verdict is inconclusive.
+      ref, target: paths of the traces.
+    """
+
+    verdict: str
+    findings: list[Finding]
+    pairs: list[Pair]
+    coverage: dict[str, Any]
+    notices: list[str]
+    reasons: list[str]
+    ref: str
+    target: str
+
+    @property
+    def first(self) -> Finding | None:
+        return next((finding for finding in self.findings if finding.fatal), None)
+
+    def table(self, *, top: int = 3) -> str:
+        """The first screen: verdict, coverage, first finding, and the rows around it."""
+        from dispatch_trace.report import text
+
+        return text.alignment(self, ref=self.ref, target=self.target, top=top)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """The same facts for programs (docs/json.md).
+
+        Args:
+          path: also written there.
+        Returns: plain data; numbers that JSON lacks (inf, nan) stand as strings.
+        """
+        found = _jsonable(
+            {
+                "schema": SCHEMA,
+                "ref": self.ref,
+                "target": self.target,
+                "verdict": self.verdict,
+                "first": None if self.first is None else self.findings.index(self.first),
+                "findings": [asdict(finding) for finding in self.findings],
+                "coverage": self.coverage,
+                "notices": self.notices,
+                "reasons": self.reasons,
+                "pairs": [_pair_row(pair) for pair in self.pairs],
+            }
+        )
+        if path is not None:
+            with builtins.open(path, "w", encoding="utf-8") as file:
+                json.dump(found, file, indent=1, allow_nan=False)
+                file.write("\n")
+        result: dict[str, Any] = found
+        return result
+
+    def __repr__(self) -> str:
+        first = self.first
+        where = f", first: {first.label} {first.module or '(root)'} {first.op or ''}".rstrip() if first else ""
+        return f"Alignment({self.verdict}{where})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [f.label, "fatal" if f.fatal else "", f.step, f.module or "(root)", f.op or "", f.source or "", f.hint or ""]
+            for f in self.findings[:20]
+        ]
+        heading = f"<p><b>{html.escape(self.verdict)}</b> {html.escape(', '.join(self.reasons))}</p>"
+        return heading + _html_table(["label", "", "step", "module", "op", "source", "hint"], rows)
+
+
+def open(path: str | os.PathLike[str]) -> Trace:
+    """Opens a recorded trace.
+
+    Raises:
+      NotATraceError, TraceFormatError, SchemaVersionError: as the reader's `open_ranks`.
+    """
+    return Trace(path)
+
+
+def align(
+    ref: Trace | str | os.PathLike[str],
+    target: Trace | str | os.PathLike[str],
+    *,
+    golden: Trace | str | os.PathLike[str] | None = None,
+    rename: Mapping[str, str] | Iterable[str] | str | None = None,
+    rows: Mapping[str, int] | None = None,
+    declared: str | Iterable[str] | None = None,
+    exact: bool = False,
+    tolerance: float | None = None,
+    steps: Any = None,
+    progress: Progress | None = None,
+) -> Alignment:
+    """Compares two traces and names the first place where the target goes wrong.
+
+    Args:
+      ref, target: the trusted run, and the run under suspicion.
+      golden: a run of the reference in higher precision: the target may be as far from it as the
+        reference is.
+      rename: {reference path: target path}, or "OLD=NEW" rules; a rule counts for all modules beneath.
+      rows: {"dim": d, "keep": n}: where sizes along dim d differ, only the first n rows are compared.
+      declared: lower precision that is meant, as "matmul operands bf16".
+      exact: bitwise: any difference of values is a divergence.
+      tolerance: relative L2 error that is allowed at every site, besides noise.
+      steps: only these step numbers.
+      progress: called with (done, total, what).
+
+    Raises:
+      NotATraceError, TraceFormatError, SchemaVersionError, RenameError, ConfigError.
+    """
+    first, second = (t if isinstance(t, Trace) else Trace(t) for t in (ref, target))
+    third = None if golden is None else golden if isinstance(golden, Trace) else Trace(golden)
+    if tolerance is not None and not (tolerance >= 0 and math.isfinite(tolerance)):
+        raise ConfigError(f"tolerance={tolerance!r}: expected a finite number that is not negative.")
+    chosen = chosen_steps(steps)
+    judgements = []
+    notices = _notices(first, second)
+    theirs = {reader.rank: reader for reader in second.ranks}
+    for reader in first.ranks:
+        other = theirs.get(reader.rank)
+        if other is None:
+            continue
+        pairing = pair_traces(reader, other, rename=rename, rows=rows, steps=chosen, progress=progress)
+        judgements.append(
+            judge(
+                pairing,
+                exact=exact,
+                tolerance=tolerance,
+                declared=declared,
+                golden=_golden(third, reader, rename=None, rows=rows, steps=chosen),
+            )
+        )
+    found = _combined(judgements)
+    unpaired = {r.rank for r in first.ranks} ^ set(theirs)
+    reasons = list(found.reasons)
+    verdict = found.verdict
+    if unpaired:
+        reasons.append(f"ranks that only one trace has: {', '.join(map(str, sorted(unpaired)))}")
+        verdict = "inconclusive" if verdict == "match" else verdict
+    return Alignment(
+        verdict=verdict,
+        findings=found.findings,
+        pairs=found.pairs,
+        coverage=found.coverage,
+        notices=[*notices, *found.notices, *(reasons if verdict == "inconclusive" else [])],
+        reasons=reasons if verdict == "inconclusive" else [],
+        ref=str(first.path),
+        target=str(second.path),
+    )
+
+
+def _golden(third: Trace | None, reader: RankReader, **options: Any) -> Any:
+    if third is None:
+        return None
+    for other in third.ranks:
+        if other.rank == reader.rank:
+            return pair_traces(reader, other, **options)
+    raise ConfigError(f"golden: {third.path} has no rank {reader.rank}.")
+
+
+def _combined(judgements: list[Judgement]) -> Judgement:
+    """One judgement for all ranks: the worst verdict, all findings and rows."""
+    if len(judgements) == 1:
+        return judgements[0]
+    if not judgements:
+        empty = {
+            "records": {},
+            "share": 0.0,
+            "compute_bytes": {"total": 0, "covered": 0, "deselected": 0, "share": 0.0},
+            "not_compared": {},
+        }
+        return Judgement(
+            verdict="inconclusive", findings=[], pairs=[], coverage=empty, notices=[], reasons=["no rank in common"]
+        )
+    verdicts = [j.verdict for j in judgements]
+    findings = [f for j in judgements for f in j.findings]
+    records: dict[str, int] = {}
+    total = {"total": 0, "covered": 0, "deselected": 0}
+    why: dict[str, int] = {}
+    for judgement in judgements:
+        for key, count in judgement.coverage["records"].items():
+            records[key] = records.get(key, 0) + count
+        for key in total:
+            total[key] += judgement.coverage["compute_bytes"][key]
+        for key, count in judgement.coverage["not_compared"].items():
+            why[key] = why.get(key, 0) + count
+    compared = records.get("matched", 0) + records.get("absorbed", 0)
+    number = sum(records.values()) - records.get("deselected", 0)
+    return Judgement(
+        verdict="diverged" if "diverged" in verdicts else "match" if set(verdicts) == {"match"} else "inconclusive",
+        findings=sorted(findings, key=lambda f: not f.fatal),
+        pairs=[p for j in judgements for p in j.pairs],
+        coverage={
+            "records": records,
+            "share": compared / number if number else 0.0,
+            "compute_bytes": {**total, "share": total["covered"] / total["total"] if total["total"] else 0.0},
+            "not_compared": why,
+        },
+        notices=[n for j in judgements for n in j.notices],
+        reasons=[r for j in judgements for r in j.reasons],
+    )
+
+
+def _notices(ref: Trace, target: Trace) -> list[str]:
+    """What a reader should know of the two recordings, whatever the comparison says."""
+    found = []
+    if ref.path.resolve() == target.path.resolve():
+        found.append("a trace is compared with itself")
+    elif ref.header.get("start_time") is not None and ref.header["start_time"] == target.header.get("start_time"):
+        found.append("both traces are the same recording")
+    for name in ("torch_version", "num_threads", "cpu_capability", "device", "grad_enabled"):
+        a, b = ref.header.get(name), target.header.get(name)
+        if a != b:
+            found.append(f"{name.replace('_', ' ')}: {a} in the reference, {b} in the target")
+    a, b = ref.header.get("environment") or {}, target.header.get("environment") or {}
+    for name in sorted({*a, *b}):
+        if a.get(name) != b.get(name):
+            found.append(f"{name}: {a.get(name)} in the reference, {b.get(name)} in the target")
+    for name, trace in (("reference", ref), ("target", target)):
+        if not trace.complete:
+            ends = [rank.end for rank in trace.ranks]
+            dropped = {k: v for end in ends if end for k, v in (end.get("dropped") or {}).items()}
+            why = "; ".join(f"{k}: {v}" for k, v in dropped.items()) or "it was not closed, or files are damaged"
+            found.append(f"the {name} is not complete ({why})")
+    return found
+
+
+def _pair_row(pair: Pair) -> dict[str, Any]:
+    return {
+        "ref": None if pair.ref is None else _site(pair.ref),
+        "target": None if pair.target is None else _site(pair.target),
+        "outcome": pair.outcome,
+        "method": pair.method,
+        "confidence": pair.confidence,
+        "error": pair.error,
+        "band": pair.band,
+        "label": pair.label,
+        "worst_row": None if pair.worst_row is None else [list(pair.worst_row[0]), pair.worst_row[1]],
+        "notes": pair.notes,
+    }
+
+
+def _site(record: StoredRecord) -> dict[str, Any]:
+    return {
+        "seq": record.seq,
+        "kind": record.kind,
+        "step": record.step,
+        "rank": record.rank,
+        "model": record.model,
+        "grad_phase": record.grad_phase,
+        "module": record.module,
+        "call": None if record.call == NO_CALL else record.call,
+        "op": record.op or None,
+        "n": record.n,
+        "name": record.name,
+        "source": None if record.source is None else f"{record.source[0]}:{record.source[1]}",
+    }
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, np.generic):
+        return _jsonable(value.item())
+    return value
+
+
+def _html_table(headings: list[str], rows: list[list[Any]]) -> str:
+    def cells(row: Iterable[Any], tag: str) -> str:
+        return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
+
+    head = f"<thead><tr>{cells(headings, 'th')}</tr></thead>" if any(headings) else ""
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return f"<table>{head}<tbody>{body}</tbody></table>"
+
+
+__all__ = ["Alignment", "Finding", "Record", "Trace", "align", "open"]
+
