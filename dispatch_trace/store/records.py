@@ -158,7 +158,7 @@ def _content_table(contents: Sequence[ContentRow], values: Interner) -> dict[str
         "encoding": int_column(
             [values.number(pack_plain(row.encoding)) if row.encoding else -1 for row in contents]
         ),
-        "summarised": int_column([bool(row.stats) for row in contents]),
+        "summarised": int_column([int(bool(row.stats)) for row in contents]),
     }
     for name in STATISTICS:
         table[f"stat.{name}"] = value_column([row.stats.get(name) for row in contents])
