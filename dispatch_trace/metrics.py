@@ -301,7 +301,7 @@ def _ordinal(x: Array, known: FloatFormat) -> npt.NDArray[np.int64]:
     normal = (exponent.astype(np.int64) - known.min_exponent) * per_binade + np.rint(
         (2.0 * fraction - 1.0) * per_binade
     ).astype(np.int64)
-    is_normal = exponent - 1 >= known.min_exponent
+    is_normal = np.abs(x) >= 2.0**known.min_exponent
     small = np.where(is_normal, 0.0, np.abs(x))
     subnormal = np.rint(np.ldexp(small, known.mantissa_bits - known.min_exponent)).astype(np.int64)
     ordinal = np.where(is_normal, normal, subnormal)

@@ -86,10 +86,12 @@ def accumulate(
     values = _real(tensor)
     if values is None:
         stats, folded = _only_n(tensor), None
-    elif values.numel() <= SMALL and start == 0:
-        stats, folded = _small(values, sketch)
     else:
-        stats, folded = _chunked(values.detach(), sketch, start)
+        with np.errstate(over="ignore", invalid="ignore"):  # huge values saturate
+            if values.numel() <= SMALL and start == 0:
+                stats, folded = _small(values, sketch)
+            else:
+                stats, folded = _chunked(values.detach(), sketch, start)
     if names is not None:
         wanted = frozenset(names)
         stats = {name: value for name, value in stats.items() if name in wanted}
@@ -105,7 +107,12 @@ def _real(tensor: Tensor) -> Tensor | None:
         return tensor.resolve_neg() if tensor.is_neg() else tensor
     if dtype in _COMPLEX:
         return torch.view_as_real(tensor.resolve_conj()).resolve_neg()
-    return tensor.dequantize() if tensor.is_quantized else None
+    if not tensor.is_quantized:
+        return None
+    try:
+        return tensor.dequantize()
+    except RuntimeError:  # made by torch.empty, without a scale
+        return None
 
 
 def _small(tensor: Tensor, wants_sketch: bool) -> tuple[dict[str, Value], sketches.Sketch | None]:
