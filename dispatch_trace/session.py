@@ -573,10 +573,12 @@ def _notices(ref: Trace, target: Trace) -> list[str]:
             found.append(f"{name}: {a.get(name)} in the reference, {b.get(name)} in the target")
     for name, trace in (("reference", ref), ("target", target)):
         if not trace.complete:
-            ends = [rank.end for rank in trace.ranks]
-            dropped = {k: v for end in ends if end for k, v in (end.get("dropped") or {}).items()}
-            why = "; ".join(f"{k}: {v}" for k, v in dropped.items()) or "it was not closed, or files are damaged"
-            found.append(f"the {name} is not complete ({why})")
+            why = [problem for rank in trace.ranks for problem in rank.problems]
+            for rank in trace.ranks:
+                why += [f"{k}: {v}" for k, v in ((rank.end or {}).get("dropped") or {}).items()]
+            if not trace.closed:
+                why.append("it was not closed")
+            found.append(f"the {name} is not complete ({'; '.join(why)})")
     return found
 
 
