@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dispatch_trace.align.canon import family, is_empty, is_factory, short
@@ -88,6 +88,20 @@ class Blame:
             evidence["parameter"] = self._ref.records[state.link.ref[0]].name
             return self._finding(reader, reader.op, "parameter", evidence, state)
         return self._finding(first, first.op, "argument", evidence, state)
+
+    def opaque(self, value: Value) -> Finding:
+        """For what a compiled region returned: only the producer of its output can be named."""
+        state = self._noise.state(value)
+        record = self._target.records[value[0]]
+        evidence = self._evidence(state) | {"region": record.note or "opaque"}
+        hint = "inside a compiled region: the op that produced the reference's output is named"
+        owner = None if state.link is None else self._ref.records[state.link.ref[0]]
+        if owner is None or owner.kind != "op":
+            return self._finding(record, None, "introduced", evidence, state, hint=hint)
+        call = self._ref.call_of(owner)
+        path = self._pairing.renames.apply(owner.module)
+        found = self._place(path, call, owner.op, "introduced", evidence, state, None, hint=hint, at=record)
+        return replace(found, source=_source(owner))
 
     def output(self, record: StoredRecord, slot: StoredSlot, error: float, band: float) -> Finding:
         """For a final output that is wrong though what it was made of is right."""
@@ -238,13 +252,9 @@ class Blame:
 
     def _unmeasured_before(self, record: StoredRecord) -> list[StoredRecord]:
         def opaque(value: Value) -> bool:
-            return not self._ref.is_leaf(value) and not self._explains(value)
+            return not self._ref.is_leaf(value) and not self._noise.stands_for(value)
 
         return _walk(self._ref, record, opaque)
-
-    def _explains(self, value: Value) -> bool:
-        """Whether a reference value is what some value of the target was compared with."""
-        return self._noise._is_measured(value)
 
     def _counterpart(self, record: StoredRecord) -> StoredRecord | None:
         pair = self._pairing.ops.get(record.seq)

@@ -129,6 +129,8 @@ def _gain(
     size = sizes[slot.name].rms
     if size is None:
         return UNKNOWN_GAIN
+    if name in _ADDITIVE and not _is_known(program, record, slot):
+        return 1.0
     if name in _ADDITIVE:
         return size / result * max(abs(_number(record, "alpha", 1.0)), abs(_number(record, "value", 1.0)))
     if name in ("mul", "_foreach_mul"):
@@ -170,6 +172,13 @@ def _gain(
     if name in EXACT:
         return max(1.0, size / result) if dtype_class(slot.dtype) in "fc8" else 1.0
     return max(UNKNOWN_GAIN, size / result)
+
+
+def _is_known(program: Program, record: StoredRecord, slot: StoredSlot) -> bool:
+    """Whether the size of a slot is its own: of a part of a tensor only the whole's may be known."""
+    if slot.content >= 0:
+        return True
+    return all(origin.share >= 1.0 for origin in program.origins(record, slot))
 
 
 def _norm_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float, group: str) -> float:

@@ -16,7 +16,7 @@ from dispatch_trace.align.content import SKETCH_FLOOR, Difference
 from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
-from dispatch_trace.judge.estimates import C, gains_of, own_noise, roundoff
+from dispatch_trace.judge.estimates import C, UNKNOWN_GAIN, gains_of, own_noise, roundoff
 from dispatch_trace.judge.magnitudes import Magnitudes
 from dispatch_trace.judge.quantised import quantisation_noise
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -38,6 +38,7 @@ class State:
       noise: relative error to reckon with downstream: rho where known, else predicted.
       predicted: what rounding and the inputs' measured errors lead to.
       clean: the error that the value would have without any defect.
+      limit: error up to which it is taken for noise.
       explained: within noise; None where nothing could be compared.
       tainted: some input is wrong, or may be.
       flags: what had to be granted to explain it: ("cast", seq), ("ill", seq), ("flip", seq).
@@ -50,6 +51,7 @@ class State:
     noise: float = 0.0
     predicted: float = 0.0
     clean: float = 0.0
+    limit: float = 0.0
     explained: bool | None = None
     tainted: bool = False
     flags: frozenset[tuple[str, int]] = frozenset()
@@ -123,7 +125,12 @@ class NoisePass:
         found = self.states.get(value)
         if found is None:
             record = self.pairing.target.records[value[0]]
-            found = State() if is_empty(record) else self._judge_leaf(value)
+            if is_empty(record):
+                found = State()
+            elif record.kind == "module" and record.slots[value[1]].role == "out":
+                found = self._judge_opaque(record, record.slots[value[1]])
+            else:
+                found = self._judge_leaf(value)
             self.states[value] = found
         return found
 
@@ -134,7 +141,9 @@ class NoisePass:
         suspicious = False
         for origin in self.pairing.target.origins(record, slot):
             state = self.state(origin.value)
-            part = 1.0 / math.sqrt(max(origin.share, 1e-6)) if origin.share < 1.0 else 1.0
+            # Measured errors may sit in the part that is read; predicted ones are rounding, alike everywhere.
+            measured = origin.share < 1.0 and state.rho is not None
+            part = 1.0 / math.sqrt(max(origin.share, 1e-6)) if measured else 1.0
             cast = _cast_noise(self.pairing.target, origin)
             noise = max(noise, math.hypot(state.noise * part, cast))
             clean = max(clean, math.hypot(state.clean * part, cast))
@@ -173,6 +182,7 @@ class NoisePass:
             limit = self.band(math.hypot(budget.clean, ref_noise), difference)
         else:
             limit = band
+        state.limit = limit
         state.explained = within(difference, limit)
         if not state.explained and not self.exact and self.pairing.ref.is_leaf(link.ref):
             self._excuse_grid(state, link, difference)  # a weight that the target keeps as codes and scales
@@ -204,6 +214,31 @@ class NoisePass:
         inputs = [s for s in self.pairing.target.inputs(record) if dtype_class(s.dtype) in "fc8"]
         return dtype_class(out.dtype) in "ib" and any(self.slot_noise(record, s)[0] > 0 for s in inputs)
 
+    def _judge_opaque(self, record: StoredRecord, out: StoredSlot) -> State:
+        """What a call returned that no recorded op made: a compiled region. Its inputs stand for all inside."""
+        value = (record.seq, out.index)
+        found = self.best(self.pairing.links.get(value, ()))
+        budget = _Budget(free=roundoff(out.dtype), clean=roundoff(out.dtype))
+        for slot in record.slots:
+            if slot.role == "in" and slot.is_tensor:
+                noise, clean, flags, suspicious = self.slot_noise(record, slot)
+                budget.free = math.hypot(budget.free, UNKNOWN_GAIN * noise)
+                budget.clean = math.hypot(budget.clean, clean)
+                budget.flags |= flags
+                budget.tainted = budget.tainted or suspicious
+        state = State(noise=budget.free, predicted=budget.free, clean=budget.clean, tainted=budget.tainted)
+        if found is None:
+            return state
+        link, difference = found
+        state.link, state.difference, state.rho = link, difference, difference.rho
+        own = budget.clean if budget.tainted else budget.free
+        state.limit = self.band(math.hypot(own, self._ref_noise.get(link.ref, 0.0)), difference)
+        state.explained = within(difference, state.limit)
+        state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
+        if state.explained:
+            state.clean, state.tainted = state.noise, False
+        return state
+
     def _judge_leaf(self, value: Value) -> State:
         links = self.pairing.links.get(value, ())
         found = self.best(links)
@@ -222,9 +257,8 @@ class NoisePass:
         limit = max(u_ref, u_target) * (1.0 if u_ref != u_target else C)
         if dtype_class(target.dtype) not in "fc8":
             limit = 0.0
-        state.explained = within(difference, self.band(limit / C, difference)) and (
-            difference.worst is None or difference.worst[1] <= max(ROW_FACTOR * limit, self.tolerance)
-        )
+        state.limit = self.band(limit / C, difference)
+        state.explained = within(difference, state.limit)
         if not state.explained:
             self._excuse_grid(state, link, difference)
         if not state.explained:
@@ -278,9 +312,9 @@ class NoisePass:
                 budget.flags |= flags
             else:
                 parts.append(min(share, 2.0))
-        budget.clean = math.hypot(tau, worst_clean)
+        budget.clean = math.hypot(tau, worst_clean) if paired else max(tau, worst_clean)
         # Between anchors rounding is counted once: a long loop in low precision must not excuse itself.
-        budget.free = math.hypot(*parts) if paired else max(tau, math.hypot(*parts[1:]))
+        budget.free = math.hypot(*parts) if paired else max(parts)
         return budget
 
     def _predict_ref(self, record: StoredRecord) -> None:
@@ -291,22 +325,37 @@ class NoisePass:
             for slot, gain in gains_of(program, record, out, self.ref_sizes.of_slot):
                 noise = 0.0
                 for origin in program.origins(record, slot):
-                    if self._is_measured(origin.value):
+                    if self.is_measured(origin.value):
                         continue
                     noise = max(noise, self._ref_noise.get(origin.value, 0.0), _cast_noise(program, origin))
                 parts.append(min(gain * noise, 2.0))
             value = (record.seq, out.index)
             paired = record.seq in self.pairing.ops_by_ref
-            self._ref_noise[value] = math.hypot(*parts) if paired else max(tau, math.hypot(*parts[1:]))
+            self._ref_noise[value] = math.hypot(*parts) if paired else max(parts)
 
-    def _is_measured(self, value: Value) -> bool:
-        """Whether some target value is compared with this one: its error then counts on that side."""
+    def is_measured(self, value: Value) -> bool:
+        """Whether some target value stands for this one: its error then counts on that side."""
         found = self._measured.get(value)
         if found is None:
-            links = self.pairing.ref_links.get(value, ())
-            found = any(self.pairing.compare(link).known for link in links)
+            found = False
+            for link in self.pairing.ref_links.get(value, ()):
+                difference = self.pairing.compare(link)
+                if difference.known and (link.method in ("op", "param") or difference.rho < GARBAGE):
+                    found = True
+                    break
             self._measured[value] = found
         return found
+
+    def stands_for(self, value: Value) -> bool:
+        """Whether a value of the target is this value of the reference, up to noise or by being the same op's."""
+        for link in self.pairing.ref_links.get(value, ()):
+            if link.method in ("op", "param"):
+                return True
+            state = self.state(link.target)
+            difference = self.pairing.compare(link)
+            if difference.known and state.explained and within(difference, state.limit):
+                return True
+        return False
 
     def _allowed(self, record: StoredRecord, out: StoredSlot, links: Iterable[Link]) -> float:
         """The coarsest roundoff that this op may have: the target module's border, or the reference's."""

@@ -23,6 +23,7 @@ from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
 from dispatch_trace.judge.noise import NoisePass, within
+from dispatch_trace.judge.persistence import is_hidden, module_values
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 MIN_COVERAGE = 0.9
@@ -122,8 +123,9 @@ class _Judge:
         missing = [name for name in theirs if name not in ours]
         if missing:
             self._reasons.append(f"outputs that the target does not return: {', '.join(missing[:5])}")
-        if ref.note or target.note:
-            self._reasons.append(f"the root module: {ref.note or target.note}")
+        for note in (ref.note, target.note):
+            if note and not note.startswith("opaque"):
+                self._reasons.append(f"the root module: {note}")
         return [self._output(ref, theirs[name], target, slot) for name, slot in ours.items() if name in theirs]
 
     def _output(self, ref: StoredRecord, a: StoredSlot, target: StoredRecord, b: StoredSlot) -> Output:
@@ -134,7 +136,7 @@ class _Judge:
         here, clean, flags, suspicious = noise.slot_noise(target, b)
         ref_noise = max(
             (
-                0.0 if noise._is_measured(o.value) else noise._ref_noise.get(o.value, 0.0)
+                0.0 if noise.is_measured(o.value) else noise._ref_noise.get(o.value, 0.0)
                 for o in self._pairing.ref.origins(ref, a)
             ),
             default=0.0,
@@ -169,8 +171,22 @@ class _Judge:
             elif output.flags and output.explained:
                 for place, finding in self._lost_precision(output):
                     found.setdefault(place, finding)
+        if not found:
+            for place, finding in self._hidden():
+                found.setdefault(place, finding)
         findings = [found[place] for place in sorted(found)]
         return [replace(f, fatal=f.label not in NEVER_FATAL) for f in findings]
+
+    def _hidden(self) -> list[tuple[int, Finding]]:
+        """Wrong values that no output shows, because a sum dilutes them after a module has returned them."""
+        found = []
+        returned = module_values(self._noise)
+        for value, state in list(self._noise.states.items()):
+            if state.wrong and not state.tainted and is_hidden(self._noise, value, returned):
+                self._reached.add(value)
+                finding = self._blame.value(value)
+                found.append((value[0], replace(finding, evidence={**finding.evidence, "hidden_from_output": True})))
+        return found
 
     def _culprits(self, output: Output) -> list[tuple[int, Finding]]:
         """(position, finding) of every wrong value that has only right inputs and leads to this output."""
@@ -186,6 +202,19 @@ class _Judge:
                 continue
             self._reached.add(value)
             record = self._target.records[value[0]]
+            if record.kind == "module" and record.slots[value[1]].role == "out":
+                inside = [
+                    (o.value, record)
+                    for slot in record.slots
+                    if slot.role == "in" and slot.is_tensor
+                    for o in self._target.origins(record, slot)
+                    if self._noise.state(o.value).suspicious
+                ]
+                if inside:
+                    todo += inside
+                else:
+                    found.append((record.seq, self._blame.opaque(value)))
+                continue
             if record.kind != "op" or self._target.is_leaf(value):
                 found.append((reader.seq, self._blame.leaf(value, reader)))
                 continue

@@ -1,0 +1,59 @@
+"""Whether something wrong stays wrong: it reaches a later module's result and is hidden there, or heals.
+
+A residual sum can hide a wrong branch from the output: its error is still there, below the noise of the sum. A
+rewrite heals instead: the next result is right, though its input's error would have shown (BLAME.md section 5).
+"""
+
+from __future__ import annotations
+
+from dispatch_trace.align.graph import Value
+from dispatch_trace.judge.noise import NoisePass
+
+# An explained result that carries at least this share of the error predicted from its wrong inputs still has it.
+CARRIED = 0.2
+
+
+def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[int]]) -> bool:
+    """Whether a wrong value reaches the result of a later module and is diluted, not healed, after that.
+
+    Args:
+      value: of the target, wrong with right inputs.
+      module_values: values that module calls return: value -> seq of the module records.
+    """
+    target = noise.pairing.target
+    culprit = target.records[value[0]]
+    if culprit.kind != "op":
+        return False
+    around = {call.record.seq for call in target.call_of(culprit).enclosing() if call.record is not None}
+    reached = healed = False
+    seen = {value}
+    todo = [value]
+    while todo:
+        current = todo.pop()
+        state = noise.state(current)
+        if state.wrong and any(seq not in around for seq in module_values.get(current, ())):
+            reached = True
+        for seq, _ in target.consumers.get(current, ()):
+            for out in target.outputs(target.records[seq]):
+                following = (seq, out.index)
+                if following in seen:
+                    continue
+                seen.add(following)
+                after = noise.state(following)
+                if after.suspicious:
+                    todo.append(following)
+                elif after.explained and after.rho is not None and after.rho < CARRIED * after.predicted:
+                    healed = True
+    return reached and not healed
+
+
+def module_values(noise: NoisePass) -> dict[Value, list[int]]:
+    """What module calls of the target return, by value."""
+    found: dict[Value, list[int]] = {}
+    target = noise.pairing.target
+    for _, record in noise.pairing.modules:
+        for slot in record.slots:
+            if slot.role == "out" and slot.is_tensor:
+                for origin in target.origins(record, slot):
+                    found.setdefault(origin.value, []).append(record.seq)
+    return found
