@@ -162,6 +162,13 @@ def test_the_rows_around_the_finding_are_in_execution_order() -> None:
     ]
 
 
+def test_the_row_of_a_finding_without_partner_shows_the_findings_error() -> None:
+    found = diverged()
+    found.pairs[9] = pair(9, "layers.9", ref=None, outcome="target-only", error=None, band=None)
+    (row,) = [line.split() for line in screen(found) if line.startswith(">")]
+    assert row == [">", "9", "layers.9", "mm", "0.25", "1e-06", "target-only"]
+
+
 def test_a_record_that_only_the_reference_has_stands_in_brackets() -> None:
     found = diverged()
     found.pairs[10] = pair(77, "layers.10", target=None, outcome="ref-only", error=None, band=None)

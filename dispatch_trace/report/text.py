@@ -188,7 +188,7 @@ def _rows_around(found: AlignmentLike, first: Finding | None) -> list[str]:
         return []
     begin = max(0, at - ROWS_BEFORE)
     window = shown[begin : at + ROWS_AFTER + 1]
-    rows = [_row(pair, mark=begin + i == at) for i, pair in enumerate(window)]
+    rows = [_row(pair, first if begin + i == at else None) for i, pair in enumerate(window)]
     return ["", "around it, in execution order", *_fitted(rows)]
 
 
@@ -197,7 +197,7 @@ def _nearest_rows(shown: Sequence[Pair]) -> list[str]:
     judged.sort(key=lambda item: item[0], reverse=True)
     if not judged:
         return []
-    rows = [_row(pair, mark=False) for _, pair in judged[:ROWS_BEFORE]]
+    rows = [_row(pair, None) for _, pair in judged[:ROWS_BEFORE]]
     return ["", "nearest to their noise band", *_fitted(rows)]
 
 
@@ -231,17 +231,22 @@ def _position(shown: Sequence[Pair], first: Finding) -> int | None:
     return None
 
 
-def _row(pair: Pair, *, mark: bool) -> list[str]:
-    """One pair; a record that only the reference has stands with its number in brackets."""
+def _row(pair: Pair, finding: Finding | None) -> list[str]:
+    """One pair; a record that only the reference has stands with its number in brackets.
+
+    Args:
+      finding: the one that is about this row, and knows the error of a record that has no partner.
+    """
     record = pair.target or pair.ref
     assert record is not None, "a pair has at least one side"
+    known = finding.evidence if finding is not None and pair.error is None else {}
     call = f"#{record.call}" if record.call > 0 else ""
     return [
-        ">" if mark else " ",
+        " " if finding is None else ">",
         str(record.seq) if pair.target is not None else f"({record.seq})",
         module_name(record.module) + call,
         shorten(what(record).removeprefix("aten."), 30),
-        number(pair.error),
-        number(pair.band),
+        number(known.get("error", pair.error)),
+        number(known.get("band", pair.band)),
         pair.label or ("" if pair.outcome == "matched" else pair.outcome),
     ]
