@@ -58,7 +58,6 @@ class Frame:
 
     def __init__(
         self,
-        *,
         model: str,
         path: str,
         call: int,
@@ -93,7 +92,7 @@ class ThreadState(threading.local):
       busy: the recorder itself is running ops; nothing is recorded.
       number: 0 for the thread that opened the recorder, then 1, 2, …
       marks, owners: ascending autograd sequence numbers, and the frame that owns nodes from there on.
-      modes: dispatch modes that the recorder entered in this thread.
+      mode: the dispatch mode of this recording in this thread, None where there is none.
     """
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class ThreadState(threading.local):
         self.number = -1
         self.marks: list[int] = []
         self.owners: list[Frame | None] = []
-        self.modes = 0
+        self.mode: Any = None
 
 
 class ModuleTable:

@@ -6,6 +6,7 @@ a count and an append. Records are put together by the writer's thread from what
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,27 +16,26 @@ from dispatch_trace.capture.frames import Frame
 from dispatch_trace.capture.ops import OpInfo, OpRecorder
 from dispatch_trace.capture.snapshot import dtype_name
 from dispatch_trace.capture.structure import flatten, flatten_arguments
-from dispatch_trace.capture.tracer import PLAIN, Tracer, encode
-from dispatch_trace.schema import RawRecord, RawSlot
+from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode
+from dispatch_trace.schema import LaterRecord, RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
+_Tensor = torch.Tensor
 
 
-class TensorMeta:
-    """Shape and dtype of a tensor that has to be told from a plain argument."""
-
-    __slots__ = ("dtype", "shape")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
+# A tensor among frozen values: a tuple, which nothing else becomes.
+TensorMeta = tuple[torch.Size, torch.dtype]
+_ROWS = 256
+_FLUSH_AFTER_S = 0.5
 
 
 def freeze(value: Any) -> Any:
     """A value without its tensors, and safe from later changes."""
     if isinstance(value, torch.Tensor):
-        return TensorMeta(value)
+        return (value.shape, value.dtype)
     if isinstance(value, (list, tuple)):
+        if value and type(value[0]) is int:
+            return list(value)  # sizes, strides, dims: the dispatcher takes no mixed lists
         return [freeze(v) for v in value]
     return value if type(value) in PLAIN else encode(value)
 
@@ -45,7 +45,15 @@ class MetaRecorder(OpRecorder):
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__(tracer)
+        self._state = tracer.state
         self._infos = tracer.op_infos
+        self._number = tracer.state.number
+        self._next = tracer.numbers.__next__
+        self._rows: list[LaterRecord] = []
+        self._append = self._rows.append
+        self._flushed = time.monotonic()
+        self.last = tracer.upcoming_seq - 1
+        tracer.flushers.append(self.flush)
 
     def __torch_dispatch__(
         self,
@@ -54,47 +62,77 @@ class MetaRecorder(OpRecorder):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        tracer = self._tracer
-        frame = tracer.state.frame
-        info = self._infos.get(func)
-        if types or info is None or not info.direct or frame is None or _current_node() is not None:
+        frame = self._state.frame
+        info = self._infos.get(id(func))
+        if types or info is None or frame is None or not info.direct or _current_node() is not None:
             return self.dispatch(func, types, args, kwargs)
         out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         if frame.records_ops:
-            note_op(tracer, frame, info, args, kwargs, out)
+            # As `_note`, without the call: every line here is paid for by each op.
+            try:
+                counts, base = frame.counts, info.base
+                counts[base] = n = counts.get(base, -1) + 1
+                self.last = seq = self._next()
+                self._append(
+                    (
+                        op_record,
+                        seq,
+                        frame,
+                        info,
+                        n,
+                        [
+                            v
+                            if type(v) in PLAIN
+                            else (v.shape, v.dtype)
+                            if type(v) in PLAIN_TENSORS
+                            else freeze(v)
+                            for v in args
+                        ],
+                        {k: freeze(v) for k, v in kwargs.items()} if kwargs else None,
+                        (out.shape, out.dtype) if type(out) is _Tensor else freeze(out),
+                        self._number,
+                    )
+                )
+            except Exception as error:
+                self._tracer.fault(error)
         return out
 
-    def observe(
-        self,
-        frame: Frame,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def observe(self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = info.call(*args, **kwargs)
-        note_op(self._tracer, frame, info, args, kwargs, out)
+        try:
+            self._note(frame, info, args, kwargs, out)
+        except Exception as error:
+            self._tracer.fault(error)
         return out
 
+    def _note(
+        self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """Counts the op and notes what it was called with."""
+        n = frame.counts.get(info.base, -1) + 1
+        frame.counts[info.base] = n
+        self.last = seq = self._next()
+        named = {k: freeze(v) for k, v in kwargs.items()}
+        self._append((op_record, seq, frame, info, n, freeze(args), named, freeze(out), self._number))
+        self.flush()
 
-def note_op(
-    tracer: Tracer,
-    frame: Frame,
-    info: OpInfo,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    out: Any,
-) -> None:
-    """Counts the op and notes what it was called with."""
-    try:
-        counts, base = frame.counts, info.base
-        n = counts.get(base, 0)
-        counts[base] = n + 1
-        values = [v if type(v) in PLAIN else freeze(v) for v in args]
-        keywords = {k: freeze(v) for k, v in kwargs.items()} if kwargs else None
-        result = TensorMeta(out) if type(out) is torch.Tensor else freeze(out)
-        tracer.put_later(op_record, frame, info, n, values, keywords, result, tracer.state.number)
-    except Exception as error:
-        tracer.fault(error)
+    def note_module(self, frame: Frame, outputs: Sequence[tuple[str, Any]], note: str) -> None:
+        """Notes that a module call has ended."""
+        self.last = seq = self._next()
+        self._append((module_record, seq, frame, outputs, note, self._number))
+        if frame.is_root or len(self._rows) > _ROWS or time.monotonic() - self._flushed > _FLUSH_AFTER_S:
+            self.flush()
+
+    def upcoming_seq(self) -> int:
+        return self.last + 1
+
+    def flush(self) -> None:
+        """Hands on what was noted: at a batch, at the end of a root call, and before the recorder waits."""
+        self._flushed = time.monotonic()
+        rows, self._rows = self._rows, []
+        self._append = self._rows.append
+        if rows:
+            self._tracer.put_rows(rows)
 
 
 def op_record(
@@ -136,14 +174,14 @@ def op_record(
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """Names and frozen values of a module call's arguments."""
     if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
-        return [("in[0]", TensorMeta(args[0]))]
+        return [("in[0]", (args[0].shape, args[0].dtype))]
     return [(name, freeze(value)) for name, value in flatten_arguments(args, kwargs)]
 
 
 def leaves_of_output(out: Any) -> list[tuple[str, Any]]:
     """Names and frozen values of what a module call returned."""
     if type(out) is torch.Tensor:
-        return [("out", TensorMeta(out))]
+        return [("out", (out.shape, out.dtype))]
     return [(name, freeze(value)) for name, value in flatten(out, "out")]
 
 
@@ -165,7 +203,7 @@ def module_record(
     )
     for role, leaves in (("in", frame.inputs), ("out", outputs)):
         for name, value in leaves:
-            if isinstance(value, TensorMeta):
+            if type(value) is tuple:
                 _slots(value, name, role, record.slots)
             else:
                 record.slots.append(RawSlot(name, role, value=value, is_tensor=False))
@@ -174,8 +212,9 @@ def module_record(
 
 def _slots(value: Any, name: str, role: str, slots: list[RawSlot]) -> Any:
     """Adds the slots of a frozen value; returns it in the form that arguments are kept in."""
-    if type(value) is TensorMeta:
-        slots.append(RawSlot(name, role, dtype=dtype_name(value.dtype), shape=_plain_shape(value.shape)))
+    if type(value) is tuple:
+        shape, dtype = value
+        slots.append(RawSlot(name, role, dtype=dtype_name(dtype), shape=_plain_shape(shape)))
         return {"ref": len(slots) - 1}
     if type(value) is list:
         return [_slots(v, f"{name}[{i}]", role, slots) for i, v in enumerate(value)]

@@ -140,7 +140,7 @@ class ModuleRecorder:
             tracer.fault(error)
         if frame is None:
             return None
-        if not state.modes and tracer.options.level == "op":
+        if state.mode is None and tracer.options.level == "op":
             # A thread of the program's that has no mode yet: modes are thread-local.
             tracer.number_thread(state)
             frame.mode = tracer.new_mode()
@@ -197,19 +197,10 @@ class ModuleRecorder:
             return None
         phase, call, step = tracer.phase_and_call(state, model, path, step)
         records_ops, records_module = tracer.wanted(path, step)
-        frame = Frame(
-            model=model,
-            path=path,
-            call=call,
-            phase=phase,
-            step=step,
-            module=module,
-            parent=parent,
-            records_ops=records_ops,
-            records_module=records_module,
-        )
+        # By position: this is paid for by every module call.
+        frame = Frame(model, path, call, phase, step, module, parent, records_ops, records_module)
         frame.is_root = is_root
-        frame.opened = tracer.upcoming_seq
+        frame.opened = tracer.upcoming_seq if state.mode is None else state.mode.upcoming_seq()
         if phase == "fwd":
             if torch.is_grad_enabled():
                 mark_sequence(state, frame)
@@ -240,7 +231,10 @@ class ModuleRecorder:
                 note = "opaque: compiled region"
             if tracer.storages is None:
                 outputs = () if out is _MISSING else meta.leaves_of_output(out)
-                tracer.put_later(meta.module_record, frame, outputs, note, state.number)
+                if state.mode is None:
+                    tracer.put_later(meta.module_record, frame, outputs, note, state.number)
+                else:
+                    state.mode.note_module(frame, outputs, note)
                 return
             slots = frame.inputs
             first = len(slots)

@@ -32,6 +32,8 @@ _EMPTY = frozenset(
         "aten.new_empty",
         "aten.new_empty_strided",
         "aten.empty_quantized",
+        "aten._empty_affine_quantized",
+        "aten._empty_per_channel_affine_quantized",
     }
 )
 _ALIAS = frozenset({"aten.detach", "aten.lift_fresh", "aten.alias", "aten._unsafe_view", "aten.lift"})
@@ -51,7 +53,6 @@ _BLIND = frozenset(
         "aten.geometric",
         "aten._foreach_copy",
         "aten._foreach_zero",
-        "aten.resize",
         "aten.set",
     }
 )
@@ -70,6 +71,7 @@ _TORCH_NAMESPACES = frozenset(
         "inductor",
     }
 )
+_RESIZING = frozenset({"aten.resize", "aten.resize_as"})
 _DROPPED_NAMESPACES = frozenset({"profiler"})
 _DROPPED = frozenset({"prim.device", "prim.layout", "aten.sym_size", "aten.sym_stride", "aten.sym_numel"})
 # Scalars that turn up everywhere: equality with an earlier `.item()` says nothing about them.
@@ -97,18 +99,21 @@ class OpInfo:
         "dropout",
         "dropped",
         "foreign",
+        "func",
         "is_empty",
         "item",
         "light",
         "names",
         "overload",
         "random",
+        "resizes",
         "selected",
         "written",
         "written_names",
     )
 
     def __init__(self, func: Any, selected: Callable[[str], bool]) -> None:
+        self.func = func  # kept, so that its id stays its own
         if not isinstance(func, OpOverload):
             self.base = f"higher_order.{func.name() if callable(func.name) else func.name}"
             self.overload = self.base
@@ -118,6 +123,7 @@ class OpInfo:
             self.written_names: list[str] = []
             self.light = self.random = self.is_empty = self.item = self.composite = False
             self.blind: frozenset[str] = frozenset()
+            self.resizes = False
             self.aten = False
             self.foreign = True
             self.dropout = -1
@@ -141,11 +147,12 @@ class OpInfo:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.item = self.base == "aten._local_scalar_dense"
         self.aten = schema.name.startswith("aten::")
-        self.foreign = schema.name.split("::")[0] not in _TORCH_NAMESPACES
+        self.foreign = schema.name.split("::")[0] not in _TORCH_NAMESPACES or self.base == "aten.from_file"
         self.dropout = self.names.index("dropout_p") if "dropout_p" in self.names else -1
         blind = set(self.written_names) if self.base in _BLIND else set()
         blind.update(a.name for a in schema.arguments if a.is_out)
         self.blind = frozenset(blind)
+        self.resizes = self.base in _RESIZING or any(a.is_out for a in schema.arguments)
         self.dropped = schema.name.split("::")[0] in _DROPPED_NAMESPACES or self.base in _DROPPED
         self.selected = selected(self.base)
         self.composite = _is_composite(func)
@@ -198,12 +205,16 @@ class OpRecorder(TorchDispatchMode):
     def start(self) -> None:
         """Puts the mode on this thread's stack."""
         self.__enter__()  # type: ignore[no-untyped-call]
-        self._tracer.state.modes += 1
+        self._tracer.state.mode = self
 
     def stop(self) -> None:
         """Takes it off again; must run in the thread that started it."""
-        self._tracer.state.modes -= 1
+        self._tracer.state.mode = None
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def upcoming_seq(self) -> int:
+        """The number that the next record of this thread has at least."""
+        return self._tracer.upcoming_seq
 
     def __torch_dispatch__(
         self,
@@ -223,7 +234,7 @@ class OpRecorder(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))  # a run without values; its mode lies below ours
             return NotImplemented  # a tensor subclass: its own inner ops come back here
         tracer = self._tracer
-        info = tracer.op_infos.get(func)
+        info = tracer.op_infos.get(id(func))
         if info is None:
             info = op_info(tracer, func)
         state = tracer.state
@@ -263,7 +274,7 @@ class OpRecorder(TorchDispatchMode):
 
 def op_info(tracer: Tracer, func: Any) -> OpInfo:
     info = OpInfo(func, tracer.wants_op)
-    tracer.op_infos[func] = info
+    tracer.op_infos[id(func)] = info
     return info
 
 
@@ -331,6 +342,8 @@ def before_op(
         thread=state.number,
     )
     with tracer.own_ops(state, in_dispatch=True):
+        if info.resizes:
+            _own_memory((*args, *kwargs.values()))
         tracer.set_save(tracer.options.save_of(frame.path))
         slots = record.slots
         names = info.names
@@ -341,6 +354,15 @@ def before_op(
         for name, value in kwargs.items():
             encoded.append((name, _argument(tracer, value, f"in.{name}", seq, slots, name in info.blind)))
     return record
+
+
+def _own_memory(values: Sequence[Any]) -> None:
+    """Ends the copy-on-write link of snapshots: torch 2.13 fails when such a storage grows (c10 COW.cpp)."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and torch._C._is_cow_tensor(value):
+            value.untyped_storage().data_ptr()
+        elif isinstance(value, (list, tuple)):
+            _own_memory(value)
 
 
 def _argument(tracer: Tracer, value: Any, name: str, seq: int, slots: list[RawSlot], blind: bool) -> Any:
@@ -375,7 +397,7 @@ def after_op(
     storages = tracer.storages
     assert storages is not None
     slots = record.slots
-    keep = record.random or info.foreign
+    keep = record.random or info.foreign or (tracer.options.inputs and _has_opaque(record.args))
     with tracer.own_ops(state, in_dispatch=True):
         tracer.set_save(tracer.options.save_of(record.module))
         written: list[torch.Tensor] = []
@@ -414,6 +436,11 @@ def after_op(
         if aliased and not written and not fresh:
             record.light = True  # a view that its schema does not declare
     tracer.put(record)
+
+
+def _has_opaque(args: list[tuple[str, Any]]) -> bool:
+    """Whether an argument cannot be given to the op again (a packed weight, a callable)."""
+    return any(type(value) is dict and "opaque" in value for _, value in args)
 
 
 def unrecorded_writes(

@@ -22,7 +22,7 @@ from dispatch_trace.capture.frames import Counters, Frame, ModuleTable, ThreadSt
 from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
-from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot, Save, StepInfo
+from dispatch_trace.schema import NO_CALL, GradPhase, LaterRecord, RawRecord, RawSlot, Save, StepInfo
 from dispatch_trace.store.writer import TraceWriter
 
 _current_node = torch._C._current_autograd_node
@@ -152,7 +152,8 @@ class Tracer:
         self.state = ThreadState()
         self.state.number = 0
         self.counters = Counters()
-        self.op_infos: dict[Any, Any] = {}
+        self.op_infos: dict[int, Any] = {}  # by id of the overload: its own hash is a Python call
+        self.flushers: list[Callable[[], None]] = []
         self.items: dict[int | float, int] = {}
         self.find_source = SourceFinder()
         self.active = True
@@ -165,7 +166,7 @@ class Tracer:
         self.new_mode: Callable[[], Any] = _no_mode
         self._wanted: dict[str, tuple[bool, bool]] = {}
         self._steps: dict[str, int] = {}
-        self._seq = itertools.count()
+        self.numbers = itertools.count()
         self._threads = itertools.count(1)
         self._lock = threading.RLock()
         self._bracket: dict[str, Any] | None = None
@@ -197,12 +198,23 @@ class Tracer:
     # -- the road to the writer ----------------------------------------------------------------------
 
     def next_seq(self) -> int:
-        self.upcoming_seq = (seq := next(self._seq)) + 1
+        self.upcoming_seq = (seq := next(self.numbers)) + 1
         return seq
 
     def put(self, record: RawRecord) -> None:
         self.num_records += 1
         self.writer.put(record)
+
+    def put_rows(self, rows: list[LaterRecord]) -> None:
+        """Hands over records that are numbered already."""
+        self.num_records += len(rows)
+        self.upcoming_seq = rows[-1][1] + 1
+        self.writer.put_many(rows)
+
+    def flush_rows(self) -> None:
+        """Has every mode hand over what it noted."""
+        for flush in self.flushers:
+            flush()
 
     def put_later(self, make: Callable[..., RawRecord], *arguments: Any) -> None:
         """Numbers a record now and has the writer's thread put it together: make(seq, *arguments)."""
@@ -211,7 +223,7 @@ class Tracer:
 
     def own_ops(self, state: ThreadState, *, in_dispatch: bool = False) -> OwnOps:
         """A context for the recorder's own work; within a dispatch handler our mode is off the stack."""
-        return OwnOps(self._lock, state, 0 if in_dispatch else state.modes)
+        return OwnOps(self._lock, state, 0 if in_dispatch or state.mode is None else 1)
 
     def set_save(self, save: Save) -> None:
         """What the snapshots that follow are for."""
@@ -235,6 +247,8 @@ class Tracer:
 
     def close(self) -> None:
         self.active = False
+        self.flush_rows()
+        self.flushers.clear()
         if self.storages is not None:
             self.storages.close()
         # The recording object may outlive the block; the program's modules must not live by it.

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,14 @@ class TraceWriter:
             if len(self._queue) > QUEUE_RECORDS:
                 self._wait_for_queue()
 
+    def put_many(self, records: Sequence[RawRecord | LaterRecord]) -> None:
+        """Hands several records over at once."""
+        if self._accepting:
+            now = time.monotonic()
+            self._queue.extend([(now, record) for record in records])
+            if len(self._queue) > QUEUE_RECORDS:
+                self._wait_for_queue()
+
     def put_step(self, step: StepInfo) -> None:
         """Hands a step over; a later one with the same number and model replaces it."""
         if self._accepting:
@@ -334,23 +342,22 @@ class TraceWriter:
         return True
 
     def _take(self, item: RawRecord | LaterRecord | StepInfo | _Amendment) -> None:
-        batch = self._batch
-        if isinstance(item, tuple):
-            item = item[0](*item[1:])
         if isinstance(item, RawRecord):
-            for slot in item.slots:
-                content = slot.content
-                if (
-                    content is not None
-                    and content.tensor is not None
-                    and not self._taker.take(content, batch)
-                ):
-                    self._release(content.num_bytes)
-            batch.add_record(item)
+            self._take_record(item)
+        elif isinstance(item, tuple):
+            self._take_record(item[0](*item[1:]))
         elif isinstance(item, StepInfo):
-            batch.steps.append(item)
+            self._batch.steps.append(item)
         else:
-            batch.amendments.append(item.fields)
+            self._batch.amendments.append(item.fields)
+
+    def _take_record(self, record: RawRecord) -> None:
+        batch, taker = self._batch, self._taker
+        for slot in record.slots:
+            content = slot.content
+            if content is not None and content.tensor is not None and not taker.take(content, batch):
+                self._release(content.num_bytes)
+        batch.add_record(record)
 
     def _answer(self, request: _Request) -> None:
         try:
