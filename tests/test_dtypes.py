@@ -309,6 +309,22 @@ def test_meta_and_foreign_tensors_are_counted_not_fatal(tmp_path: Path) -> None:
     assert sum(reader.end["dropped"].values()) == 2, reader.end["dropped"]
 
 
+def test_what_has_no_memory_is_refused_not_read() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.detach.default:
+                return args[0]
+            raise NotImplementedError(func)
+
+    wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (3,), dtype=torch.float32)
+    for tensor in (torch.empty(3, device="meta"), wrapper):
+        with pytest.raises((TypeError, RuntimeError)):
+            layouts.content_hash(tensor)
+        with pytest.raises((TypeError, RuntimeError)):
+            layouts.view_bytes(tensor)
+
+
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 

@@ -6,6 +6,7 @@ safetensors lacks is stored as bytes (`layouts.pack`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ def torch_type(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
     return (dtype, shape) if per_element == 1 else (dtype, (*shape[:-1], shape[-1] // per_element))
 
 
-def is_shard_dtype(dtype: str, shape: tuple[int, ...]) -> bool:
+def is_shard_dtype(dtype: str, shape: Sequence[int]) -> bool:
     """Whether safetensors holds this dtype at this shape (a packed dtype needs a last dim)."""
     entry = SHARD_DTYPES.get(dtype)
     return entry is not None and (entry.per_element == 1 or len(shape) > 0)

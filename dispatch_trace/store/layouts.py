@@ -14,8 +14,9 @@ import ctypes
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from dispatch_trace.store.shards import ShardTensor
 EXPANDED_HASH_BYTES = 1 << 28
 # What an encoding may say that is no part of the value: caches that an op may fill at any time.
 _UNHASHED = frozenset(("coalesced", "min_length", "max_length"))
+_OWN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _CHUNK_BYTES = 1 << 21
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -51,6 +53,7 @@ class Packed:
     encoding: dict[str, Any]
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -79,7 +82,23 @@ def _address(tensor: torch.Tensor) -> int:
     knows no storage offset (measured, torch 2.13).
     """
     start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    if not start:
+        raise TypeError(f"this {type(tensor).__qualname__} on {tensor.device} has no memory to read")
     return start + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Nearly all tensors: contiguous, on the CPU, and their memory is their logical bytes."""
+    return (
+        tensor.is_cpu
+        and type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def shard_tensor(part: torch.Tensor, number: int) -> ShardTensor:
@@ -129,6 +148,8 @@ def pack(tensor: torch.Tensor) -> Packed:
     Raises:
       TypeError: a layout or subclass that the store does not know.
     """
+    if is_plain(tensor) and is_shard_dtype(dtype_name(tensor.dtype), tensor.shape):
+        return Packed([tensor], {})
     parts: list[torch.Tensor] = []
     return Packed(parts, _pack(tensor.detach(), parts))
 
@@ -138,7 +159,7 @@ def _pack(tensor: torch.Tensor, parts: list[torch.Tensor]) -> dict[str, Any]:
         return _pack_nested(tensor, parts)
     if tensor.layout is not torch.strided:
         return _pack_sparse(tensor, parts)
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(tensor) not in _OWN_TYPES:
         raise TypeError(f"no known way to store a {type(tensor).__qualname__}")
     if tensor.device.type == "meta":
         raise TypeError("a meta tensor has no data")
@@ -284,9 +305,12 @@ def content_digest(tensor: torch.Tensor, packed: Packed | None = None) -> bytes:
       tensor: any tensor that `pack` takes.
       packed: what `pack(tensor)` returned, to spare packing again.
     """
+    if is_plain(tensor):
+        hasher = xxhash.xxh3_128(_label(tensor.dtype, tensor.shape))
+        hasher.update(view_bytes(tensor))
+        return hasher.digest()
     tensor = tensor.detach()
-    shape = ",".join(map(str, shape_of(tensor)))
-    hasher = xxhash.xxh3_128(f"{dtype_name(tensor.dtype)}[{shape}]".encode())
+    hasher = xxhash.xxh3_128(_label(tensor.dtype, shape_of(tensor)))
     if packed is not None and packed.encoding.get("form") in (None, "bytes"):
         hasher.update(view_bytes(packed.parts[0]))
     elif _is_hashed_by_elements(tensor):
@@ -297,12 +321,18 @@ def content_digest(tensor: torch.Tensor, packed: Packed | None = None) -> bytes:
         described = {key: value for key, value in packed.encoding.items() if key not in _UNHASHED}
         hasher.update(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
         for part in packed.parts:
-            hasher.update(f"{dtype_name(part.dtype)}[{','.join(map(str, part.shape))}]".encode())
+            hasher.update(_label(part.dtype, part.shape))
             hasher.update(view_bytes(part))
     return hasher.digest()
 
 
+def _label(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]".encode()
+
+
 def _is_hashed_by_elements(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in _OWN_TYPES:
+        return False  # `pack` says why
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= EXPANDED_HASH_BYTES or not expanded_dims(tensor)
