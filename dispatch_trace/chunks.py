@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dispatch_trace import sketch as sketches
-from dispatch_trace.sketch import BLOCK, CHUNK, LENGTHS, K
+from dispatch_trace.sketch import BLOCK, BLOCKS_PER_CHUNK, CHUNK, LENGTHS, K
 
 Numbers = npt.NDArray[Any]
 
@@ -39,6 +40,7 @@ class Workspace(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, Any], Numbers] = {}
+        self._folded: dict[torch.dtype, Tensor] = {}
         self._foldings: dict[tuple[int, torch.dtype], _Folding] = {}
 
     def buffer(self, purpose: str, dtype: Any, size: int) -> Numbers:
@@ -53,7 +55,11 @@ class Workspace(threading.local):
         found = self._foldings.get((num_blocks, dtype))
         if found is None:
             with torch.inference_mode(False):  # an inference tensor could not be written to later
-                found = self._foldings[num_blocks, dtype] = _Folding(num_blocks, dtype)
+                if dtype not in self._folded:
+                    shape = (BLOCKS_PER_CHUNK, LENGTHS[0])
+                    self._folded[dtype] = torch.empty(shape, dtype=dtype, device="cpu")
+                found = _Folding(self._folded[dtype][:num_blocks])
+                self._foldings[num_blocks, dtype] = found
         return found
 
 
@@ -126,24 +132,28 @@ def _pieces(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
         yield from _pieces(tensor[last], 0, tail)
 
 
-class _Folding:
-    """Folds a fixed number of whole blocks: sign tables, a buffer and its views, made once."""
+@lru_cache(maxsize=2)
+def _sign_tables(dtype: torch.dtype) -> list[Tensor]:
+    """The signs of each folding step, [blocks, elements that are folded over the others]."""
+    signs = torch.from_numpy(sketches.position_signs()).to(dtype)
+    return [signs[:, to:n].contiguous() for n, to in pairwise((BLOCK, *LENGTHS))]
 
-    def __init__(self, num_blocks: int, dtype: torch.dtype) -> None:
-        half = LENGTHS[0]
-        signs = torch.from_numpy(sketches.position_signs()[:num_blocks]).to(dtype)
-        folded = torch.empty(num_blocks, half, dtype=dtype, device="cpu")
-        self.num_blocks = num_blocks
-        self.group = SERIAL // half
-        self.first = list(
-            zip(signs[:, half:].contiguous().split(self.group), folded.split(self.group), strict=True)
-        )
+
+class _Folding:
+    """Folds a fixed number of whole blocks. Holds views only: making them costs as much as using them."""
+
+    def __init__(self, folded: Tensor) -> None:
+        """Takes a buffer of [num_blocks, LENGTHS[0]]."""
+        self.num_blocks = len(folded)
+        first, *tables = (signs[: self.num_blocks] for signs in _sign_tables(folded.dtype))
+        self.group = SERIAL // LENGTHS[0]
+        self.first = list(zip(first.split(self.group), folded.split(self.group), strict=True))
         self.steps = [
             step
-            for n, to in pairwise(LENGTHS)
+            for signs, (n, to) in zip(tables, pairwise(LENGTHS), strict=True)
             for step in zip(
                 folded[:, : n - to].split(SERIAL // (n - to)),
-                signs[:, to:n].contiguous().split(SERIAL // (n - to)),
+                signs.split(SERIAL // (n - to)),
                 folded[:, to:n].split(SERIAL // (n - to)),
                 strict=True,
             )
