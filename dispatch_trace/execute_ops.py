@@ -22,7 +22,6 @@ COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional
 # Single ops that are not run again, each with its reason; docs/limits.md lists the same.
 TAKEN_OPS = {
     "aten.from_file": "reads a file of the recorded machine",
-    "aten._cudnn_init_dropout_state": "draws random numbers without saying so",
 }
 # Their memory is allocated here again; what they happen to hold is in the recording where it was read.
 EMPTY_OPS = frozenset(
@@ -34,8 +33,12 @@ EMPTY_OPS = frozenset(
         "aten.empty_strided",
         "aten.new_empty",
         "aten.new_empty_strided",
+        "aten._empty_affine_quantized",
+        "aten._empty_per_channel_affine_quantized",
     }
 )
+# What they return holds memory that nobody wrote: no hash of it is compared.
+UNWRITTEN_OPS = EMPTY_OPS | {"aten.resize", "aten.resize_as"}
 REASON_RANDOM = "random"
 REASON_HIGHER_ORDER = "higher-order operator"
 REASON_COLLECTIVE = "values from other processes"

