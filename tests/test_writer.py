@@ -587,6 +587,29 @@ def test_random_state_threads_and_grad_mode_are_left_alone(tmp_path: Path) -> No
     assert not [thread for thread in threading.enumerate() if thread.name == "dispatch_trace writer"]
 
 
+def test_worker_leaves_the_programs_cores_alone(tmp_path: Path) -> None:
+    counts = []
+
+    def make(seq: int) -> RawRecord:
+        counts.append(torch.get_num_threads())
+        return RawRecord(seq, "op", step=0)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        writer = TraceWriter(tmp_path / "t", {})
+        writer.put_many([(make, 0), (make, 1)])
+        writer.close()
+        assert torch.get_num_threads() == 2
+        other = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [1, 1, 2]
+    assert [record.seq for record in open_rank(tmp_path / "t").records()] == [0, 1]
+
+
 def test_put_is_cheap(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t", {})
     records = [RawRecord(seq, "op", step=0) for seq in range(5000)]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -295,6 +296,7 @@ class TraceWriter:
     # The worker's side --------------------------------------------------------------------------
 
     def _work(self) -> None:
+        _compute_on_one_core()
         # NumPy's warnings (per thread) are no business of a program that runs with warnings as errors.
         with torch.no_grad(), np.errstate(all="ignore"):
             while True:
@@ -411,3 +413,14 @@ class TraceWriter:
             if self._on_fault is not None:
                 with contextlib.suppress(Exception):  # there is nobody left to tell
                     self._on_fault(error)
+
+
+def _compute_on_one_core() -> None:
+    """Keeps torch's operations on this thread from competing for the cores that the program computes on.
+
+    `torch.set_num_threads` would change the whole process, and with it the program's results; OpenMP's own
+    count is one per thread. Where there is no such function the count stays as it is.
+    """
+    torch.get_num_threads()  # torch sets a thread's count when it is first asked for; ours must come after
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).omp_set_num_threads(1)
