@@ -102,6 +102,10 @@ _NUMPY_DTYPES = {
 def _copy(tensor: Tensor, begin: int, out: Tensor) -> None:
     """Copies as many logical elements as `out` [m] holds, from `begin` on."""
     for part in out.split(SERIAL):
+        if tensor.dim() == 1:
+            part.copy_(tensor[begin : begin + part.shape[0]])
+            begin += part.shape[0]
+            continue
         for piece in _pieces(tensor, begin, begin + part.shape[0]):
             size = piece.numel()
             part[:size].view(piece.shape).copy_(piece)

@@ -70,23 +70,25 @@ class FloatMoments:
         if missing == m:
             return x
         totals.min, totals.max = min(totals.min, low), max(totals.max, high)
-        is_zero = np.equal(x, 0, out=WORKSPACE.buffer("is_zero", np.bool_, m))
-        totals.zeros += int(np.count_nonzero(is_zero)) - missing
+        if low <= 0 <= high or missing:
+            is_zero = np.equal(x, 0, out=WORKSPACE.buffer("is_zero", np.bool_, m))
+            totals.zeros += int(np.count_nonzero(is_zero)) - missing
         largest = max(-low, high)
         if x.dtype == np.float64:
             add_wide(totals, x, largest)
         elif 2.0**-22 < largest < 2.0**24 or largest == 0.0:
-            self._add_narrow(x)
+            self._add_narrow(x, low)
         else:  # float32 could not hold the fourth powers
             add_wide(totals, x.astype(np.float64), largest)
         return x
 
-    def _add_narrow(self, x: Numbers) -> None:
+    def _add_narrow(self, x: Numbers, low: float) -> None:
         totals = self.totals
         scratch = WORKSPACE.buffer("scratch", np.float32, x.shape[0])
-        totals.sum += _sum(x)
-        totals.abs_sum += _sum(np.abs(x, out=scratch))
-        totals.sq_sum += _sum(np.square(scratch, out=scratch))
+        total = _sum(x)
+        totals.sum += total
+        totals.abs_sum += _sum(np.abs(x, out=scratch)) if low < 0 else total
+        totals.sq_sum += _sum(np.square(x, out=scratch))
         totals.quad_sum += _sum(np.square(scratch, out=scratch))
 
     def clean(self, x: Numbers) -> Numbers:
@@ -191,7 +193,7 @@ class IntegerMoments:
 
 def add_integers(totals: Totals, x: Numbers) -> npt.NDArray[np.float64]:
     """Takes in [m] integers or booleans, 0 < m <= CHUNK; returns them as float64."""
-    low, high = int(np.minimum.reduce(x)), int(np.maximum.reduce(x))
+    low, high = int(x.item(x.argmin())), int(x.item(x.argmax()))
     totals.n += x.shape[0]
     totals.min, totals.max = min(totals.min, low), max(totals.max, high)
     totals.zeros += x.shape[0] - int(np.count_nonzero(x))
