@@ -72,7 +72,7 @@ class Int8Linear(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Variant:
     """One recording of the demo.
 
     Attributes:
@@ -99,7 +99,7 @@ def _bf16(model: nn.Module) -> nn.Module:
 def _bf16_with_wrong_attention_scale(model: nn.Module) -> nn.Module:
     """Attention scores divided by the root of the model's width instead of the head's."""
     attention: Any = model.get_submodule(WRONG_ATTENTION)
-    attention.scaling = model.config.hidden_size**-0.5  # type: ignore[union-attr, operator]
+    attention.scaling = attention.config.hidden_size**-0.5
     return _bf16(model)
 
 
@@ -119,17 +119,17 @@ def _int8_with_wrong_axis(model: nn.Module) -> nn.Module:
 WRONG_ATTENTION = "encoder.layer.2.attention.self"
 WRONG_PROJECTION = "encoder.layer.3.attention.output.dense"
 
-RUNS = (
-    Run("fp32", "float32, the reference", _reference),
-    Run("bf16", "bfloat16", _bf16),
-    Run(
+VARIANTS = (
+    Variant("fp32", "float32, the reference", _reference),
+    Variant("bf16", "bfloat16", _bf16),
+    Variant(
         "bf16-wrong",
         "bfloat16, attention scale wrong in one layer",
         _bf16_with_wrong_attention_scale,
         WRONG_ATTENTION,
     ),
-    Run("int8", "int8 weights", _int8),
-    Run(
+    Variant("int8", "int8 weights", _int8),
+    Variant(
         "int8-wrong", "int8 weights, one scale along the wrong axis", _int8_with_wrong_axis, WRONG_PROJECTION
     ),
 )
@@ -148,24 +148,24 @@ def run(output: str) -> int:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_sentences, length = inputs["input_ids"].shape
     print(
-        f"MiniLM: {len(model.encoder.layer)} layers, {num_parameters / 1e6:.1f} million parameters; "  # type: ignore
+        f"MiniLM: {len(model.encoder.layer)} layers, {num_parameters / 1e6:.1f} million parameters; "
         f"{num_sentences} sentences padded to {length} tokens.\n"
     )
     traces = {}
-    for step in RUNS:
-        traces[step.name] = folder / f"{step.name}.trace"
-        _record(step, model, inputs, traces[step.name])
+    for variant in VARIANTS:
+        traces[variant.name] = folder / f"{variant.name}.trace"
+        _record(variant, model, inputs, traces[variant.name])
     print()
     outcomes = []
-    for step in RUNS[1:]:
-        alignment = align(traces["fp32"], traces[step.name])
-        outcomes.append((step, alignment))
-        if step is RUNS[-1]:
-            print(text.alignment(alignment, ref=str(traces["fp32"]), target=str(traces[step.name])))
+    for variant in VARIANTS[1:]:
+        alignment = align(traces["fp32"], traces[variant.name])
+        outcomes.append((variant, alignment))
+        if variant is VARIANTS[-1]:
+            print(text.alignment(alignment, ref=str(traces["fp32"]), target=str(traces[variant.name])))
     return _summary(outcomes, traces)
 
 
-def _load() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def _load() -> tuple[Any, dict[str, torch.Tensor]]:
     """The model with its real weights, and the sentences as its tokenizer cuts them.
 
     Raises:
@@ -192,30 +192,30 @@ def _load() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, dict(inputs)
 
 
-def _record(step: Run, model: nn.Module, inputs: dict[str, torch.Tensor], path: Path) -> None:
-    variant = step.build(copy.deepcopy(model))
+def _record(variant: Variant, model: nn.Module, inputs: dict[str, torch.Tensor], path: Path) -> None:
+    built = variant.build(copy.deepcopy(model))
     start = time.perf_counter()
-    with torch.no_grad(), record(path, variant, save="tensors", overwrite=True) as recording:
+    with torch.no_grad(), record(path, built, save="tensors", overwrite=True) as recording:
         with recording.step(valid_lengths=inputs["attention_mask"].sum(1)):
-            variant(**inputs)
+            built(**inputs)
         num_records = recording.num_records
     num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     seconds = time.perf_counter() - start
-    print(f"recorded  {step.what:<46} {num_records:5} records  {size(num_bytes):>7}  {seconds:4.1f} s")
+    print(f"recorded  {variant.what:<46} {num_records:5} records  {size(num_bytes):>7}  {seconds:4.1f} s")
 
 
-def _summary(outcomes: list[tuple[Run, Alignment]], traces: dict[str, Path]) -> int:
+def _summary(outcomes: list[tuple[Variant, Alignment]], traces: dict[str, Path]) -> int:
     """Verdicts, and whether they are what they must be; then where to go from here."""
     rows = []
     right = True
-    for step, alignment in outcomes:
+    for variant, alignment in outcomes:
         first = alignment.first
-        rows.append([step.what, alignment.verdict, "" if first is None else _place(alignment, first)])
-        right &= alignment.verdict == ("match" if step.planted is None else "diverged")
-        right &= (None if first is None else first.module) == step.planted
+        rows.append([variant.what, alignment.verdict, "" if first is None else _place(alignment, first)])
+        right &= alignment.verdict == ("match" if variant.planted is None else "diverged")
+        right &= (None if first is None else first.module) == variant.planted
     print("\nverdicts against the float32 reference")
     print("\n".join(columns(rows, indent="  ")))
-    planted = " and ".join(step.planted for step, _ in outcomes if step.planted is not None)
+    planted = " and ".join(variant.planted for variant, _ in outcomes if variant.planted is not None)
     print(f"\nThe mistakes were planted in {planted}: {'both found' if right else 'the demo FAILED'}.")
     print("\nlook further")
     last, alignment = outcomes[-1]
