@@ -20,6 +20,7 @@ from raw_records import content, op_record, open_rank, reserve_and_put, same_bit
 
 from dispatch_trace.errors import NotATraceError, NotExecutableError, SchemaVersionError, TraceFormatError
 from dispatch_trace.schema import SCHEMA_VERSION, RawRecord, RawSlot, StoredRecord
+from dispatch_trace.store import layouts
 from dispatch_trace.store.columns import decode_column, int_column, value_column
 from dispatch_trace.store.reader import open_ranks
 from dispatch_trace.store.records import RecordsFrame, encode_records
@@ -277,6 +278,78 @@ def test_broken_columns_are_format_errors(tmp_path: Path) -> None:
     rewrite(rank / "index-00000.msgpack", change)
     with pytest.raises(TraceFormatError, match=r"3 rows instead of 1|lacks the column"):
         list(open_rank(tmp_path / "t").records())
+
+
+def test_crafted_indices_raise_format_errors_only(tmp_path: Path) -> None:
+    rank = three_frames(tmp_path / "t")
+    whole = (rank / "index-00000.msgpack").read_bytes()
+    changes: list[tuple[str, str, Any]] = [
+        ("record", "module", ["const", 99]),
+        ("record", "args", ["const", 10**6]),
+        ("record", "num_slots", ["const", "x"]),
+        ("slot", "geometry", ["const", 77]),
+        ("slot", "name", ["values", msgpack.packb([{}])]),
+        ("content", "type", ["const", 99]),
+        ("content", "tensor", ["const", 12345]),
+        ("content", "shard", ["const", 7]),
+        ("content", "hash", ["values", msgpack.packb(["x"])]),
+        ("content", "encoding", ["const", 0]),
+        ("content", "sketch_row", ["const", 5]),
+    ]
+    for table, column, value in changes:
+
+        def change(
+            frame: dict[str, Any], table: str = table, column: str = column, value: Any = value
+        ) -> Any:
+            if frame["type"] == "records" and frame["first_seq"] == 1:
+                columns = msgpack.unpackb(frame[table]) | {column: value}
+                frame[table] = msgpack.packb(columns)
+            return frame
+
+        (rank / "index-00000.msgpack").write_bytes(whole)
+        rewrite(rank / "index-00000.msgpack", change)
+        reader = open_rank(tmp_path / "t")
+        raised = 0
+        for read in (reader.record, reader.content, reader.tensor, reader.array, reader.sketch):
+            try:
+                read(1)
+            except (TraceFormatError, KeyError):
+                raised += 1
+        assert raised, f"{table}.{column} = {value} went unnoticed"
+        assert reader.verify(), f"{table}.{column} = {value} passed verification"
+        assert reader.tensor(2)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        {"form": "bytes", "dtype": "complex128", "shape": [7]},
+        {"form": "bytes", "dtype": "os", "shape": [100]},
+        {"form": "bytes"},
+        {"form": "expanded", "shape": [3], "of": {}},
+        {"form": "sparse_coo", "shape": [2], "coalesced": True, "parts": [{}, {}]},
+        {"form": "sparse_csr", "shape": [2, 2], "parts": [{}]},
+        {"form": "jagged", "parts": []},
+        {"form": "quantized", "dtype": "qint8", "shape": [2], "scheme": "x", "scale": 1.0, "zero_point": 0},
+        {"form": "none such"},
+        {"form": 3},
+    ],
+)
+def test_encodings_that_do_not_fit_are_refused(encoding: dict[str, Any]) -> None:
+    with pytest.raises(TraceFormatError):
+        layouts.unpack([torch.arange(100.0)], encoding)
+
+
+def test_offsets_and_indices_outside_their_values_are_refused() -> None:
+    values = torch.arange(6.0).view(3, 2)
+    jagged = {"form": "jagged", "ragged_dim": 1, "min_length": None, "max_length": None, "parts": [{}, {}]}
+    assert layouts.unpack([values, torch.tensor([0, 1, 3])], jagged).is_nested
+    for offsets in ([0, 1, 9], [0, 2, 1], [-1, 1, 3]):
+        with pytest.raises(TraceFormatError, match="offsets outside"):
+            layouts.unpack([values, torch.tensor(offsets)], jagged)
+    sparse = {"form": "sparse_coo", "shape": [4], "coalesced": False, "parts": [{}, {}]}
+    with pytest.raises(TraceFormatError, match="does not fit"):
+        layouts.unpack([torch.tensor([[9]]), torch.ones(1)], sparse)
 
 
 # What comes back --------------------------------------------------------------------------------------

@@ -369,10 +369,16 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 # Unpacking ----------------------------------------------------------------------------------------
 
 
-def empty_part(dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
-    """An uninitialised part with a writable view of its memory, for the reader to fill."""
-    part = torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")
-    num_bytes = part.numel() * part.element_size()
+def empty_part(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.Tensor, memoryview]:
+    """An uninitialised part with a writable view of its memory, for the reader to fill.
+
+    Raises:
+      TraceFormatError: a tensor of this dtype and shape does not have so many bytes.
+    """
+    torch_dtype = dtype_from_name(dtype)
+    if math.prod(shape) * torch_dtype.itemsize != num_bytes:
+        raise TraceFormatError(f"a shard holds {num_bytes} bytes for {dtype} {list(shape)}")
+    part = torch.empty(shape, dtype=torch_dtype, device="cpu")
     if not num_bytes:
         return part, memoryview(b"")
     return part, _memory_view(part.data_ptr(), num_bytes, _WRITE)
@@ -389,21 +395,21 @@ def num_parts(encoding: dict[str, Any]) -> int:
 
 
 def unpack(parts: list[torch.Tensor], encoding: dict[str, Any]) -> torch.Tensor:
-    """The inverse of `pack`.
+    """The inverse of `pack`. What comes from a file is checked before torch trusts it with memory.
 
     Raises:
-      TraceFormatError: an encoding that this version does not know.
+      TraceFormatError: an encoding that this version does not know, or that does not fit the parts.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch calls several of these layouts experimental or deprecated
             return _unpack(iter(parts), encoding)
     except StopIteration as error:
-        raise TraceFormatError(
-            f"encoding {encoding!r} needs more parts than the {len(parts)} stored"
-        ) from error
-    except KeyError as error:
-        raise TraceFormatError(f"encoding {encoding!r} lacks {error}") from error
+        raise TraceFormatError(f"encoding {encoding!r} needs more tensors than {len(parts)}") from error
+    except TraceFormatError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise TraceFormatError(f"encoding {encoding!r} does not fit its tensors: {error}") from error
 
 
 def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Tensor:
@@ -425,6 +431,7 @@ def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Te
     if form == "jagged":
         from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
 
+        _check_jagged(components, encoding["ragged_dim"])
         # Not torch.nested.nested_tensor_from_jagged: it logs a warning about fx.
         build: Any = nested_view_from_values_offsets_lengths  # untyped
         nested: torch.Tensor = build(
@@ -439,16 +446,26 @@ def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Te
     if form == "sparse_coo":
         indices, values = components
         return torch.sparse_coo_tensor(
-            indices, values, encoding["shape"], is_coalesced=encoding["coalesced"], check_invariants=False
+            indices, values, encoding["shape"], is_coalesced=encoding["coalesced"], check_invariants=True
         )
     if form in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"):
         compressed, plain, values = components
         return torch.sparse_compressed_tensor(
-            compressed, plain, values, encoding["shape"], layout=getattr(torch, form), check_invariants=False
+            compressed, plain, values, encoding["shape"], layout=getattr(torch, form), check_invariants=True
         )
     if form == "_mkldnn":
         return components[0].to_mkldnn()
     raise TraceFormatError(f"unknown encoding {form!r}")
+
+
+def _check_jagged(components: list[torch.Tensor], ragged_dim: int) -> None:
+    values, offsets = components[:2]
+    starts, ends = offsets[:-1], offsets[1:]
+    if len(components) > 2:
+        ends = starts + components[2]
+    size = values.shape[ragged_dim - 1]
+    if not bool(((starts >= 0) & (starts <= ends) & (ends <= size)).all()):
+        raise TraceFormatError(f"a jagged tensor has offsets outside its {size} values")
 
 
 def _unpack_quantized(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Tensor:
@@ -472,6 +489,8 @@ def _unpack_quantized(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -
             dtype=dtype,
             device="cpu",
         )
+    if raw.numel() > tensor.untyped_storage().nbytes():
+        raise TraceFormatError(f"{raw.numel()} bytes for a {dtype} tensor of shape {list(tensor.shape)}")
     if raw.numel():
         ctypes.memmove(tensor.data_ptr(), raw.data_ptr(), raw.numel())
     return tensor

@@ -40,6 +40,10 @@ _SLOT_NUMBERS = ("storage", "storage_bytes", "alignment")
 _geometry = attrgetter("dtype", "shape", "strides", "offset", "device", "layout")
 
 
+# What decoding raises on columns that are whole but do not fit together.
+_CONTRADICTIONS = (AttributeError, IndexError, KeyError, TypeError, UnicodeError)
+
+
 @dataclass(slots=True)
 class ContentRow:
     """What the writer learnt of one content; `tensor` is the number of its first part, -1 without data."""
@@ -243,6 +247,13 @@ class RecordsFrame:
         return column.index(seq) if seq in column else None
 
     def record(self, row: int) -> StoredRecord:
+        """Raises TraceFormatError where the columns contradict each other."""
+        try:
+            return self._build_record(row)
+        except _CONTRADICTIONS as error:
+            raise TraceFormatError(f"record in row {row} cannot be decoded: {error!r}") from error
+
+    def _build_record(self, row: int) -> StoredRecord:
         record, strings = self._record, self.strings
         flags, line = record["flags"][row], record["source_line"][row]
         first = self._slot_starts[row]
@@ -320,9 +331,19 @@ class RecordsFrame:
             )
 
     def content(self, content_id: int) -> StoredContent:
+        """Raises TraceFormatError where the columns contradict each other."""
+        try:
+            return self._build_content(content_id)
+        except _CONTRADICTIONS as error:
+            raise TraceFormatError(f"content {content_id} cannot be decoded: {error!r}") from error
+
+    def _build_content(self, content_id: int) -> StoredContent:
         content, row = self._content, content_id - self.first_content
         dtype, shape = self.values[content["type"][row]]
-        encoding = content["encoding"][row]
+        number = content["encoding"][row]
+        encoding = self.values[number] if number >= 0 else {}
+        if not isinstance(encoding, dict):
+            raise TypeError(f"encoding {encoding!r}")
         stats = {}
         if content["summarised"][row]:
             stats = {name: content[f"stat.{name}"][row] for name in STATISTICS}
@@ -334,7 +355,7 @@ class RecordsFrame:
             stats=stats,
             has_sketch=content["sketch_row"][row] >= 0,
             has_data=content["shard"][row] >= 0,
-            encoding=self.values[encoding] if encoding >= 0 else {},
+            encoding=encoding,
         )
 
     def place(self, content_id: int) -> tuple[int, int]:
