@@ -223,6 +223,7 @@ class record:
     def flush(self) -> None:
         """Returns when everything recorded so far is on disk."""
         if self._tracer is not None and self._tracer.active:
+            self._tracer.flush_rows()
             self._tracer.writer.flush()
 
     @contextlib.contextmanager

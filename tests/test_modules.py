@@ -125,7 +125,10 @@ def test_a_forward_of_the_super_class_is_the_same_call(tmp_path: Any) -> None:
 
     rank = record(tmp_path / "t", Both(), torch.randn(2, 4))
     assert module_keys(rank) == [("derived", 0), ("base", 0), ("", 0)]
-    assert [r.op for r in rank.records() if r.module == "derived" and r.kind == "op"] == ["aten.mul", "aten.add"]
+    assert [r.op for r in rank.records() if r.module == "derived" and r.kind == "op"] == [
+        "aten.mul",
+        "aten.add",
+    ]
 
 
 def test_a_forward_set_on_the_object_is_recorded(tmp_path: Any) -> None:

@@ -53,7 +53,9 @@ def value(rank: RankReader, record_: Any, name: str) -> torch.Tensor:
 
 
 def test_arguments_are_kept_whole(tmp_path: Any) -> None:
-    rank = record(tmp_path / "t", lambda x: torch.sum(x, dim=[0], keepdim=True, dtype=torch.float64), torch.ones(2, 3))
+    rank = record(
+        tmp_path / "t", lambda x: torch.sum(x, dim=[0], keepdim=True, dtype=torch.float64), torch.ones(2, 3)
+    )
     (op,) = ops(rank)
     assert dict(op.args) == {"self": {"ref": 0}, "dim": [0], "keepdim": True, "dtype": {"dtype": "float64"}}
     assert (op.op, op.overload, op.n) == ("aten.sum", "aten.sum.dim_IntList", 0)

@@ -139,7 +139,10 @@ def test_a_dict_of_models_keeps_them_apart(tmp_path: Any) -> None:
 
 
 def test_save_rules_let_the_last_match_win(tmp_path: Any, model: nn.Module) -> None:
-    with torch.no_grad(), dt.record(tmp_path / "t", model, save=[(".*", "stats"), ("2", "tensors")], params="none"):
+    with (
+        torch.no_grad(),
+        dt.record(tmp_path / "t", model, save=[(".*", "stats"), ("2", "tensors")], params="none"),
+    ):
         model(X)
     (rank,) = open_ranks(tmp_path / "t")
     for record in rank.records():
