@@ -209,6 +209,7 @@ class RecordsFrame:
         self._packed_values: bytes = frame["values"]
         self._converted_args: dict[int, tuple[tuple[str, Any], ...]] = {}
         self._converted_geometries: dict[int, tuple[Any, ...]] = {}
+        self._contents: dict[int, StoredContent] = {}
 
     @cached_property
     def strings(self) -> list[str]:
@@ -254,18 +255,16 @@ class RecordsFrame:
             raise TraceFormatError(f"record in row {row} cannot be decoded: {error!r}") from error
 
     def _build_record(self, row: int) -> StoredRecord:
-        record, strings = self._record, self.strings
-        flags, line = record["flags"][row], record["source_line"][row]
+        flags, line, file, args, num_slots, *others = self._record_rows[row]
         first = self._slot_starts[row]
         return StoredRecord(
             rank=self._rank,
-            args=self._args(record["args"][row]),
-            slots=tuple(self._slots(first, first + record["num_slots"][row])),
-            source=(strings[record["source_file"][row]], line) if line >= 0 else None,
+            args=self._args(args),
+            slots=tuple(self._slots(first, first + num_slots)),
+            source=(self.strings[file], line) if line >= 0 else None,
             light=bool(flags & LIGHT),
             random=bool(flags & RANDOM),
-            **{name: strings[record[name][row]] for name in _RECORD_STRINGS},
-            **{name: record[name][row] for name in _RECORD_NUMBERS},
+            **dict(zip((*_RECORD_STRINGS, *_RECORD_NUMBERS), others, strict=True)),
         )
 
     def records(self, rows: Sequence[int]) -> Iterator[StoredRecord]:
@@ -276,10 +275,25 @@ class RecordsFrame:
         return _running_sum(self._record["num_slots"])
 
     @cached_property
-    def _slot_columns(self) -> list[list[Any]]:
-        columns = [self._slot[name] for name in (*_SLOT_STRINGS, *_SLOT_NUMBERS)]
-        columns += [self._slot[name] for name in ("flags", "geometry", "value", "content", "num_producers")]
-        return [*columns, _running_sum(columns[-1])[:-1]]
+    def _record_rows(self) -> list[tuple[Any, ...]]:
+        record = self._record
+        columns: list[list[Any]] = [
+            record[name] for name in ("flags", "source_line", "source_file", "args", "num_slots")
+        ]
+        columns += [self._texts(record[name]) for name in _RECORD_STRINGS]
+        columns += [record[name] for name in _RECORD_NUMBERS]
+        return list(zip(*columns, strict=True))
+
+    @cached_property
+    def _slot_rows(self) -> list[tuple[Any, ...]]:
+        slot = self._slot
+        columns: list[list[Any]] = [self._texts(slot[name]) for name in _SLOT_STRINGS]
+        columns += [slot[name] for name in _SLOT_NUMBERS]
+        columns += [slot[name] for name in ("flags", "geometry", "value", "content", "num_producers")]
+        return list(zip(*columns, _running_sum(columns[-1])[:-1], strict=True))
+
+    def _texts(self, column: list[int]) -> list[str]:
+        return list(map(self.strings.__getitem__, column))
 
     def _args(self, number: int) -> tuple[tuple[str, Any], ...]:
         args = self._converted_args.get(number)
@@ -297,9 +311,8 @@ class RecordsFrame:
         return geometry
 
     def _slots(self, start: int, stop: int) -> Iterator[StoredSlot]:
-        strings, values = self.strings, self.values
-        rows = zip(*(column[start:stop] for column in self._slot_columns), strict=True)
-        for index, row in enumerate(rows):
+        values = self.values
+        for index, row in enumerate(self._slot_rows[start:stop]):
             name, role, note, storage, num_bytes, alignment, flags, geometry, value, content, count, first = (
                 row
             )
@@ -309,8 +322,8 @@ class RecordsFrame:
                 span = slice(first, first + count)
                 producers = tuple(zip(self._producer["seq"][span], self._producer["slot"][span], strict=True))
             yield StoredSlot(
-                name=strings[name],
-                role=strings[role],
+                name=name,
+                role=role,
                 index=index,
                 value=values[value] if value >= 0 else None,
                 is_tensor=bool(flags & IS_TENSOR),
@@ -327,13 +340,17 @@ class RecordsFrame:
                 producers=producers,
                 leaf=bool(flags & LEAF),
                 uninitialised=bool(flags & UNINITIALISED),
-                note=strings[note],
+                note=note,
             )
 
     def content(self, content_id: int) -> StoredContent:
         """Raises TraceFormatError where the columns contradict each other."""
+        content = self._contents.get(content_id)
+        if content is not None:
+            return content
         try:
-            return self._build_content(content_id)
+            content = self._contents[content_id] = self._build_content(content_id)
+            return content
         except _CONTRADICTIONS as error:
             raise TraceFormatError(f"content {content_id} cannot be decoded: {error!r}") from error
 
