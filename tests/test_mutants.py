@@ -1,0 +1,330 @@
+"""The mutation bench: cases are what they claim to be, and the scoreboard counts them as it says.
+
+A few cases run through recording and alignment here; every kind on every architecture is planted (and
+checked to reach the output) under `-m slow`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+# transformers and what it loads warn on import and on some calls; none of that is ours to judge.
+pytestmark = pytest.mark.filterwarnings("ignore")
+pytest.importorskip("transformers", reason="the models come from transformers (extra: demo)")
+
+import mutants  # noqa: E402
+import torch  # noqa: E402
+from mutation import kernels  # noqa: E402
+from mutation.cases import CLEAN, MUTANTS, Draw, Subject, Truth, build, mutant, while_running  # noqa: E402
+
+import dispatch_trace as dt  # noqa: E402
+
+SOME = (
+    "llama-norm_eps-0",
+    "bert-mask_ignored-0",
+    "llama-rope_pairs-0",
+    "bert-kernel_scaled-0",
+    "llama-weight_transposed-0",
+    "bert-layers_swapped-0",
+    "llama-qkv_fused-0",
+    "bert-bfloat16_target-0",
+)
+
+
+def test_thirty_mutants_of_many_kinds_half_with_changed_weights() -> None:
+    program = mutants.draw_cases(15, 0, weights=False)
+    weights = mutants.draw_cases(15, 0, weights=True)
+    names = program + weights
+    kinds = {mutants.parse_name(name)[1] for name in names}
+    assert len(set(names)) == 30, "a case was drawn twice"
+    assert len(kinds) >= 8, f"only {len(kinds)} kinds"
+    assert {MUTANTS[mutants.parse_name(name)[1]].changes for name in weights} == {"weights"}
+    assert "weights" not in {MUTANTS[mutants.parse_name(name)[1]].changes for name in program}
+    assert {name.partition("-")[0] for name in names} == {"llama", "bert"}
+
+
+@pytest.mark.parametrize("num", [1, 20, 90])
+def test_more_cases_than_kinds_are_numbered(num: int) -> None:
+    names = mutants.draw_cases(num, 3, weights=True)
+    assert len(set(names)) == num
+    for name in names:
+        mutants.parse_name(name)
+
+
+def test_draws_depend_on_the_seed_alone() -> None:
+    assert mutants.draw_cases(15, 5, weights=False) == mutants.draw_cases(15, 5, weights=False)
+    assert mutants.draw_cases(15, 5, weights=False) != mutants.draw_cases(15, 6, weights=False)
+    first, again = build("llama-weight_scaled-0", 7), build("llama-weight_scaled-0", 7)
+    assert first.truth == again.truth
+    assert first.effect == again.effect
+    other = build("llama-weight_scaled-0", 8)
+    assert other.effect != first.effect
+
+
+def test_clean_pairs_take_turns_between_architectures() -> None:
+    names = mutants.clean_cases(10)
+    assert len({mutants.parse_name(name)[1] for name in names}) == 10
+    counts = Counter(name.partition("-")[0] for name in names)
+    assert min(counts["llama"], counts["bert"]) >= 4
+
+
+def test_every_kind_says_what_bug_it_is() -> None:
+    for kind, known in MUTANTS.items():
+        assert known.plant.__doc__, f"{kind} has no docstring"
+    for kind, harmless in CLEAN.items():
+        assert harmless.apply.__doc__, f"{kind} has no docstring"
+    assert len(MUTANTS) >= 20
+
+
+@pytest.mark.parametrize("name", ["llama-nothing-0", "llama-norm_eps", "bert-rope_pairs-0", "norm_eps"])
+def test_a_name_that_is_no_case_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is no case: expected arch-kind-number"):
+        mutants.parse_name(name)
+
+
+def test_an_unknown_case_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        mutants.main(["--only", "llama-nothing-0"])
+    assert stopped.value.code == 2
+    assert "'llama-nothing-0' is no case" in capsys.readouterr().err
+
+
+def test_patterns_select_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mutants.main(["--list", "--only", "llama-rope*", "bert-norm_eps-3"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "llama-rope_pairs-0" in names
+    assert names[-1] == "bert-norm_eps-3"
+
+
+def _check_planted(name: str, directory: Path, seed: int = 0) -> None:
+    """A mutant reaches the output and its truth names what is there; a clean pair stays within its bound."""
+    built = build(name, seed)
+    truth = built.truth
+    if truth is None:
+        assert built.effect <= built.tolerated, f"{name} is no clean pair: {built.effect:g}"
+        return
+    assert built.effect > 30 * built.noise, f"{name} is within noise: {built.effect:g}"
+    changes = MUTANTS[mutants.parse_name(name)[1]].changes
+    assert (changes == "weights") == _parameters_differ(built.subject), f"{name} changes {changes}"
+    for path in (truth.module, *truth.accept_modules):
+        built.subject.reference.get_submodule(path)
+    _, target = mutants.record_pair(built, directory, "meta")
+    ops = {record.op for record in dt.open(target).find(kind="op", module=truth.module, call=truth.call)}
+    if truth.ops is not None:
+        assert ops & set(truth.ops), f"{name}: none of {truth.ops} among {ops}"
+
+
+def _parameters_differ(subject: Subject) -> bool:
+    reference = dict(subject.reference.named_parameters())
+    target = dict(subject.target.named_parameters())
+    assert reference.keys() == target.keys()
+    return any(not torch.equal(reference[name], target[name]) for name in reference)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_case_is_what_it_claims_to_be(name: str, tmp_path: Path) -> None:
+    _check_planted(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["bert", "llama"])
+def test_every_case_is_what_it_claims_to_be(arch: str, tmp_path: Path) -> None:
+    for name in mutants.every_case():
+        if name.startswith(f"{arch}-"):
+            for seed in (0, 1):
+                _check_planted(name, tmp_path, seed)
+
+
+@pytest.mark.parametrize("name", ["llama-softmax_dim-0", "bert-kernel_element-0", "bert-dropout_active-0"])
+def test_the_reference_is_never_touched(name: str) -> None:
+    """What is patched for the target's run is undone after it, so that the reference computes as before."""
+    subject = build(name, 0).subject
+    before = subject.run_reference()
+    target = subject.run_target()
+    after = subject.run_reference()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    again = subject.run_target()
+    assert all(torch.equal(one, other) for one, other in zip(target, again, strict=True)), "not repeatable"
+
+
+def test_a_helper_is_replaced_only_while_the_module_runs() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.relu(x)
+
+    patched, other = Module(), Module()
+    while_running(patched, "torch.nn.functional", relu=torch.neg)
+    x = torch.tensor([2.0])
+    assert patched(x).item() == -2
+    assert other(x).item() == 2
+    failing = Module()
+    while_running(failing, "torch.nn.functional", relu=lambda x: x.nothing)
+    with pytest.raises(AttributeError):
+        failing(x)
+    assert other(x).item() == 2, "not restored after an exception"
+
+
+def test_a_kernel_fault_hits_one_op_of_one_body() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        right = model(x)
+        inner = model[0](x)
+        with kernels._Fault(model, "1", "aten.addmm", 0, lambda out: out.mul_(2)).planted():
+            assert torch.equal(model(x), 2 * right)
+            assert torch.equal(model[0](x), inner)
+        assert torch.equal(model(x), right), "the fault outlived its context"
+
+
+def test_a_fault_sits_below_the_recorder(tmp_path: Path) -> None:
+    """The trace holds the same ops, and the wrong value as the op's own result."""
+    built = build("llama-kernel_scaled-0", 0)
+    traces = [dt.open(path) for path in mutants.record_pair(built, tmp_path, "stats")]
+    ops = [[record.op for record in trace.records if record.kind == "op"] for trace in traces]
+    assert ops[0] == ops[1]
+    assert built.truth is not None and built.truth.ops is not None
+    (op,) = built.truth.ops
+    sums = [
+        [record.stats()["sum"] for record in trace.find(kind="op", module=built.truth.module, op=op)]
+        for trace in traces
+    ]
+    assert sums[0] != sums[1]
+
+
+def test_a_planted_bug_is_located_and_a_clean_pair_matches(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    arguments = ["--only", "bert-weight_transposed-0", "bert-saved_and_loaded-0", "--json", str(file)]
+    assert mutants.main(arguments) == 0
+    rows = {(row["case"], row["save"]): row for row in json.loads(file.read_text())}
+    assert len(rows) == 4
+    for save in ("tensors", "stats"):
+        planted = rows["bert-weight_transposed-0", save]
+        assert planted["outcome"] == "located", planted
+        assert planted["found_label"] == "parameter"
+        assert planted["op_ok"] is True
+        assert planted["naive"]["allclose"] == "located"
+        assert rows["bert-saved_and_loaded-0", save]["outcome"] == "match"
+
+
+def test_what_the_file_holds_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    row = mutants.Row(
+        case="llama-threads-0", seed=0, save="stats", effect=0.0, noise=1e-7, outcome="inconclusive"
+    )
+    mutants.save_rows(file, [row])
+    before = file.read_bytes()
+    arguments = ["--only", "llama-threads-0", "--save", "stats", "--json", str(file)]
+    assert mutants.main(arguments) == 0
+    assert "inconclusive" in capsys.readouterr().out, "the case was run, though its row was there"
+    assert file.read_bytes() == before
+    row.error = "RuntimeError: it failed"
+    mutants.save_rows(file, [row])
+    assert mutants.main(arguments) == 0
+    assert json.loads(file.read_text())[0]["outcome"] == "match", "a failed case is to be tried again"
+
+
+def test_a_failing_case_is_a_row_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    @mutant(archs=["bert"])
+    def always_fails(subject: Subject) -> Truth:
+        raise RuntimeError("no such place")
+
+    try:
+        arguments = ["--only", "bert-always_fails-0", "bert-threads-0", "--save", "stats"]
+        assert mutants.main(arguments) == 0
+    finally:
+        del MUTANTS["always_fails"]
+    out = capsys.readouterr().out
+    assert "RuntimeError: no such place" in out
+    assert "bert-threads-0" in out
+    stats = next(line for line in out.splitlines() if line.startswith("stats"))
+    assert stats.split()[1:] == ["0/1", "0/0", "0", "0", "0", "1", "0/1", "1/1"]
+
+
+def test_a_bug_that_never_reaches_the_output_is_an_error() -> None:
+    @mutant(archs=["bert"])
+    def changes_nothing(subject: Subject) -> Truth:
+        return Truth(module="", what="nothing")
+
+    try:
+        (row,) = mutants.run_case("bert-changes_nothing-0", 0, ["stats"])
+    finally:
+        del MUTANTS["changes_nothing"]
+    assert "none of 10 draws reached the output" in row.error
+
+
+class _Answer:
+    """An alignment's answer, as far as the bench reads it."""
+
+    def __init__(self, verdict: str, module: str | None = None, op: str | None = None, call: int = 0) -> None:
+        self.verdict = verdict
+        finding = dt.Finding(module=module or "", call=call, step=0, op=op, label="introduced")
+        self.first = finding if verdict == "diverged" else None
+        self.findings = [finding] if module is not None else []
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "op_ok"),
+    [
+        (_Answer("diverged", "a.b", "aten.mm"), "located", True),
+        (_Answer("diverged", "a.c", "aten.mm"), "located", True),
+        (_Answer("diverged", "a.b", "aten.add"), "located", False),
+        (_Answer("diverged", "a.b", "aten.mm", call=1), "wrong", False),
+        (_Answer("diverged", "a", "aten.mm"), "wrong", False),
+        (_Answer("inconclusive", "a.b", "aten.mm"), "inconclusive", False),
+        (_Answer("match"), "missed", False),
+    ],
+)
+def test_a_mutant_is_judged_by_module_call_and_op(answer: Any, outcome: str, op_ok: bool) -> None:
+    truth = Truth(module="a.b", ops=("aten.mm",), accept_modules=("a.c",), what="a bug")
+    row = mutants.Row(case="llama-x-0", seed=0, save="stats", changes="program")
+    mutants._judge(row, truth, answer)
+    assert (row.outcome, row.op_ok) == (outcome, op_ok)
+    assert row.named is (answer.findings != [] and answer.findings[0].module in ("a.b", "a.c"))
+
+
+def test_the_scoreboard_counts_each_outcome() -> None:
+    def row(number: int, changes: str, outcome: str, ops: list[str] | None, op_ok: bool | None) -> Any:
+        naive = dict.fromkeys(mutants.RULES, "alarm" if changes == "" else "missed")
+        return mutants.Row(
+            case=f"llama-x-{number}",
+            seed=0,
+            save="tensors",
+            changes=changes,
+            outcome=outcome,
+            true_ops=ops,
+            op_ok=op_ok,
+            naive=naive,
+        )
+
+    rows = [
+        row(0, "program", "located", ["aten.mm"], True),
+        row(1, "kernel", "located", None, None),
+        row(2, "weights", "wrong", ["aten.mm"], False),
+        row(3, "weights", "missed", ["aten.mm"], False),
+        row(4, "weights", "inconclusive", ["aten.mm"], False),
+        row(5, "", "match", None, None),
+        row(6, "", "alarm", None, None),
+        row(7, "", "inconclusive", None, None),
+    ]
+    lines = mutants.scoreboard(rows).splitlines()
+    assert lines[1].split() == ["tensors", "2/5", "1/4", "1", "1", "1", "0", "1/3", "1/3"]
+    cosine = next(line for line in lines if line.startswith("cosine"))
+    assert cosine.split()[-8:] == ["0/5", "-", "0", "0", "5", "0", "3/3", "0/3"]
+
+
+def test_choices_come_from_the_text_alone() -> None:
+    one, same, other = Draw("a"), Draw("a"), Draw("b")
+    options = list(range(1000))
+    assert one.choice(options) == same.choice(options)
+    assert torch.equal(one.randn(8), same.randn(8))
+    assert not torch.equal(one.randn(8), other.randn(8))

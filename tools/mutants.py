@@ -1,0 +1,365 @@
+#!/usr/bin/env python
+"""A mutation bench for localisation: planted bugs and harmless rewrites in transformers' models.
+
+    python tools/mutants.py                             30 mutants, 10 clean pairs, tensors and stats
+    python tools/mutants.py --json out.json --num 60    resumable: what the file holds is not run again
+    python tools/mutants.py --only 'llama-rope*' --keep DIR    these cases, and their traces
+
+Half of the mutants have changed weights. Which kinds, layers and constants is a function of --seed alone.
+Each pair is recorded and aligned through the public API; a case that fails is a row, and the rest goes on.
+The naive rules of `mutation.naive` are judged on the same pairs.
+
+Outcome of a mutant: `located` (diverged, at the planted module), `wrong` (diverged elsewhere),
+`inconclusive`, `missed` (match), `error`. Of a clean pair: `match`, `inconclusive`, `alarm` (diverged),
+`error`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import mutation.clean
+import mutation.kernels
+import mutation.models
+import mutation.program
+import mutation.weights  # noqa: F401
+from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Truth, build, parse_name
+from mutation.naive import RULES, first_differing
+
+import dispatch_trace as dt
+
+SAVES = ("tensors", "leaves", "stats")
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One case judged at one level of saving; what the JSON file holds.
+
+    Attributes:
+      case, seed, save: what was run; together they identify the row.
+      arch, kind: parts of the case's name.
+      changes: "program", "kernel" or "weights" (what the planted bug changes), "" for a clean pair.
+      attention, what: implementation of both models; the bug in words.
+      true_module, true_call, true_ops, accept_modules: see `mutation.cases.Truth`.
+      effect: relative L2 between the outputs; noise: the reference's own float32 error, likewise.
+      draws: how many draws it took until the bug reached the output.
+      verdict, found_module, found_call, found_op, found_label: the alignment's answer and its first finding.
+      module_ok, op_ok: None where there is nothing to judge.
+      named: the first finding of any kind, suspects included, names the planted module: what an inconclusive
+        verdict is still good for.
+      outcome: see the module's docstring.
+      naive: by rule, the outcome of the naive rules (they cannot be inconclusive).
+      error: message of an exception, "" without one; seconds: of recording and alignment.
+    """
+
+    case: str
+    seed: int
+    save: str
+    arch: str = ""
+    kind: str = ""
+    changes: str = ""
+    attention: str = ""
+    what: str = ""
+    true_module: str | None = None
+    true_call: int | None = None
+    true_ops: list[str] | None = None
+    accept_modules: list[str] = field(default_factory=list)
+    effect: float | None = None
+    noise: float | None = None
+    draws: int = 0
+    verdict: str = ""
+    found_module: str | None = None
+    found_call: int | None = None
+    found_op: str | None = None
+    found_label: str | None = None
+    module_ok: bool | None = None
+    op_ok: bool | None = None
+    named: bool | None = None
+    outcome: str = "error"
+    naive: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.case, self.seed, self.save
+
+    @property
+    def is_clean(self) -> bool:
+        return self.changes == ""
+
+
+def draw_cases(num: int, seed: int, *, weights: bool) -> list[str]:
+    """Names of `num` mutants of one half: kinds in a shuffled order, the architectures in turn."""
+    kinds = sorted(kind for kind, known in MUTANTS.items() if (known.changes == "weights") == weights)
+    random.Random(f"{seed}/{weights}").shuffle(kinds)
+    names: list[str] = []
+    uses: Counter[str] = Counter()
+    archs = list(ARCHS)
+    for position in range(num):
+        kind = kinds[position % len(kinds)]
+        offered = MUTANTS[kind].archs
+        arch = offered[uses[kind] % len(offered)]
+        if len(offered) > 1 and uses[kind] == 0:
+            arch = archs[position % len(archs)]
+        uses[kind] += 1
+        number = sum(name.startswith(f"{arch}-{kind}-") for name in names)
+        names.append(f"{arch}-{kind}-{number}")
+    return names
+
+
+def clean_cases(num: int) -> list[str]:
+    """Names of `num` clean pairs: every kind once, the architectures in turn, then again."""
+    kinds = list(CLEAN.values())
+    names = []
+    for position in range(num):
+        lap, place = divmod(position, len(kinds))
+        offered = kinds[place].archs
+        names.append(f"{offered[(place + lap) % len(offered)]}-{kinds[place].kind}-{lap // len(offered)}")
+    return names
+
+
+def every_case() -> list[str]:
+    """Each kind once on each architecture."""
+    return [
+        f"{arch}-{known.kind}-0" for known in [*MUTANTS.values(), *CLEAN.values()] for arch in known.archs
+    ]
+
+
+def select_cases(patterns: Sequence[str]) -> list[str]:
+    """The cases that match a shell pattern, or are named in full."""
+    names: list[str] = []
+    for pattern in patterns:
+        matched = fnmatch.filter(every_case(), pattern) or fnmatch.filter(every_case(), f"*{pattern}*")
+        if not matched:
+            parse_name(pattern)
+            matched = [pattern]
+        names.extend(name for name in matched if name not in names)
+    return names
+
+
+def record_pair(built: Built, directory: Path, save: str) -> tuple[Path, Path]:
+    """Records both models of a case; returns the paths of the two traces."""
+    subject = built.subject
+    paths = directory / f"ref-{save}.trace", directory / f"target-{save}.trace"
+    runs = (
+        ("reference", subject.reference, subject.inputs),
+        ("target", subject.target, subject.target_inputs),
+    )
+    for path, (which, model, inputs) in zip(paths, runs, strict=True):
+        with subject.surrounded(which), dt.record(path, model, save=save, overwrite=True):
+            model(**inputs)
+    return paths
+
+
+def run_case(name: str, seed: int, saves: Iterable[str], keep: Path | None = None) -> list[Row]:
+    """Builds, records and judges one case; a failure becomes the rows' `error`."""
+    arch, kind, _ = parse_name(name)
+    changes = MUTANTS[kind].changes if kind in MUTANTS else ""
+    rows = [Row(case=name, seed=seed, save=save, arch=arch, kind=kind, changes=changes) for save in saves]
+    try:
+        built = build(name, seed)
+        claims = first_differing(built.subject)
+    except Exception as error:
+        for row in rows:
+            row.error = _message(error)
+        return rows
+    for row in rows:
+        _describe_case(row, built, claims)
+        directory = keep / name if keep else Path(tempfile.mkdtemp(prefix="mutants-"))
+        directory.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        try:
+            _judge(row, built.truth, dt.align(*record_pair(built, directory, row.save)))
+        except Exception as error:
+            row.error = _message(error)
+        finally:
+            row.seconds = round(time.perf_counter() - began, 2)
+            if keep is None:
+                shutil.rmtree(directory, ignore_errors=True)
+    return rows
+
+
+def _describe_case(row: Row, built: Built, claims: dict[str, str | None]) -> None:
+    row.attention = built.subject.attention
+    row.effect, row.noise, row.draws = built.effect, built.noise, built.draws
+    truth = built.truth
+    if truth is not None:
+        row.what = truth.what
+        row.true_module, row.true_call = truth.module, truth.call
+        row.true_ops = None if truth.ops is None else list(truth.ops)
+        row.accept_modules = list(truth.accept_modules)
+    for rule, claim in claims.items():
+        verdict = "match" if claim is None else "diverged"
+        right = truth is not None and claim in (truth.module, *truth.accept_modules)
+        row.naive[rule] = _outcome(truth, verdict, right)
+
+
+def _judge(row: Row, truth: Truth | None, alignment: Any) -> None:
+    row.verdict = alignment.verdict
+    first = alignment.first
+    if first is not None:
+        row.found_module, row.found_call = first.module, first.call
+        row.found_op, row.found_label = first.op, first.label
+    if truth is not None:
+        diverged = row.verdict == "diverged" and first is not None
+        accepted = (truth.module, *truth.accept_modules)
+        row.module_ok = diverged and row.found_module in accepted and row.found_call == truth.call
+        if truth.ops is not None:
+            row.op_ok = row.module_ok and row.found_op in truth.ops
+        listed = next(iter(alignment.findings), None)
+        row.named = listed is not None and listed.module in accepted
+    row.outcome = _outcome(truth, row.verdict, bool(row.module_ok))
+
+
+def _outcome(truth: Truth | None, verdict: str, right: bool) -> str:
+    if verdict == "inconclusive":
+        return verdict
+    if truth is None:
+        return {"match": "match", "diverged": "alarm"}[verdict]
+    if verdict == "match":
+        return "missed"
+    return "located" if right else "wrong"
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def describe(row: Row) -> str:
+    """The row as one line of text."""
+    if row.error:
+        return f"{row.case:32} {row.save:8} error         {row.error}"
+    found = "" if row.found_module is None else f"{row.found_label} {row.found_module or '(root)'}"
+    if row.found_op is not None:
+        found += f" {row.found_op}"
+    if row.op_ok is False and row.module_ok:
+        found += " (op wrong)"
+    if row.outcome == "inconclusive" and row.named:
+        found += "suspects the right module"
+    if row.outcome not in ("located", "match") and row.true_module is not None:
+        found += f" | truth: {row.true_module} {'/'.join(row.true_ops or ['-'])}, {row.what}"
+    assert row.effect is not None and row.noise is not None
+    return f"{row.case:32} {row.save:8} {row.outcome:13} {row.effect:7.1e}/{row.noise:7.1e}  {found}"
+
+
+def scoreboard(rows: Sequence[Row]) -> str:
+    """Located, missed and alarmed cases, for each level of saving and for each naive rule."""
+    lines = [
+        f"{'':22}{'located':>9}{'ops':>8}{'inconcl.':>10}{'wrong':>7}{'missed':>8}{'errors':>8}"
+        f"{'alarms':>9}{'matches':>9}"
+    ]
+    for save in dict.fromkeys(row.save for row in rows):
+        chosen = [row for row in rows if row.save == save]
+        mutants = [row for row in chosen if not row.is_clean]
+        ops = [row for row in mutants if row.true_ops is not None]
+        right_ops = f"{sum(bool(row.op_ok) for row in ops)}/{len(ops)}"
+        lines.append(_score(save, [(row.is_clean, row.outcome) for row in chosen], right_ops))
+    once = {row.case: row for row in rows if row.naive}
+    for rule in RULES:
+        lines.append(_score(rule, [(row.is_clean, row.naive[rule]) for row in once.values()], "-"))
+    return "\n".join(lines)
+
+
+def _score(name: str, outcomes: Sequence[tuple[bool, str]], ops: str) -> str:
+    mutants = Counter(outcome for is_clean, outcome in outcomes if not is_clean)
+    pairs = Counter(outcome for is_clean, outcome in outcomes if is_clean)
+    num_mutants, num_pairs = mutants.total(), pairs.total()
+    located = f"{mutants['located']}/{num_mutants}"
+    alarms, matches = f"{pairs['alarm']}/{num_pairs}", f"{pairs['match']}/{num_pairs}"
+    return (
+        f"{name:22}{located:>9}{ops:>8}{mutants['inconclusive']:>10}{mutants['wrong']:>7}"
+        f"{mutants['missed']:>8}{mutants['error'] + pairs['error']:>8}{alarms:>9}{matches:>9}"
+    )
+
+
+def load_rows(file: Path) -> list[Row]:
+    """Rows of an earlier run, [] when there is no such file."""
+    return [Row(**row) for row in json.loads(file.read_text())] if file.exists() else []
+
+
+def save_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Replaces the file in one step, so that a stopped run leaves a whole one."""
+    partial = file.with_name(file.name + ".part")
+    partial.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    partial.replace(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num", type=int, default=30, help="mutants to draw, half with changed weights")
+    parser.add_argument("--num-clean", type=int, default=10, help="clean pairs")
+    parser.add_argument("--all", action="store_true", help="every kind on every architecture instead")
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="these cases instead (shell patterns)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", default="tensors,stats", help=f"comma-separated: {', '.join(SAVES)}")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="results; rows that it holds are not run again"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the traces under DIR")
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    options = parser.parse_args(arguments)
+
+    saves = options.save.split(",")
+    if not set(saves) <= set(SAVES):
+        parser.error(f"--save {options.save}: expected some of {', '.join(SAVES)}")
+    try:
+        names = _wanted(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        print("\n".join(names))
+        return 0
+
+    rows = load_rows(options.json) if options.json else []
+    done = {row.key: row for row in rows if not row.error}
+    rows = list(done.values())
+    shown: list[Row] = []
+    for name in names:
+        missing = [save for save in saves if (name, options.seed, save) not in done]
+        fresh = run_case(name, options.seed, missing, options.keep) if missing else []
+        rows.extend(fresh)
+        if options.json and fresh:
+            save_rows(options.json, rows)
+        earlier = [done[name, options.seed, save] for save in saves if save not in missing]
+        for row in (*earlier, *fresh):
+            shown.append(row)
+            print(describe(row), flush=True)
+    print()
+    print(scoreboard(shown))
+    return 0
+
+
+def _wanted(options: argparse.Namespace) -> list[str]:
+    if options.only:
+        return select_cases(options.only)
+    if options.all:
+        return every_case()
+    num_weights = options.num // 2
+    return [
+        *draw_cases(options.num - num_weights, options.seed, weights=False),
+        *draw_cases(num_weights, options.seed, weights=True),
+        *clean_cases(options.num_clean),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""Planted bugs and harmless rewrites in transformers' models: the cases of `tools/mutants.py`.
+
+cases.py   what a case is, and the two registries
+models.py  the models, built from small configs with weights of a trained model's sizes
+program.py bugs in the program, weights unchanged
+kernels.py faulty kernels: one op of one module computes wrongly
+weights.py bugs in the weights
+clean.py   pairs that are equal within noise
+naive.py   the rules that people use instead, for comparison
+"""

@@ -1,0 +1,324 @@
+"""What a case of the mutation bench is: a reference, a target with one thing changed, and the truth.
+
+Guarantees: a case is a function of its name and the seed alone; the reference is never touched; whether a
+planted bug changes the output is measured before anything is recorded, so that no case is dropped
+afterwards. Adding a case is one decorated function in `program`, `kernels`, `weights` or `clean`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Changes = Literal["program", "kernel", "weights"]
+Inputs = dict[str, Any]
+
+# A planted bug counts when it moves the output by this much more than float32 rounding does.
+_MIN_EFFECT_OVER_NOISE = 30.0
+_MAX_DRAWS = 10
+
+
+class Draw:
+    """Random choices that depend on a text alone (Python's and torch's generators)."""
+
+    def __init__(self, text: str) -> None:
+        self._random = random.Random(text)
+        self.generator = torch.Generator().manual_seed(self._random.getrandbits(48))
+
+    def choice(self, options: Sequence[T]) -> T:
+        assert options, "nothing to choose from"
+        return self._random.choice(options)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """Where a planted bug is, by whoever planted it.
+
+    Attributes:
+      module: path of the module call whose body goes wrong first. Glue code belongs to the module whose
+        forward holds it; a module that is handed a wrong input is innocent, its caller is not.
+      ops: base names of the ops that may be named; None where no op of the target is to blame (an op is
+        missing, or only the wiring is wrong), so that the module alone is judged.
+      call: 0-based call of the module.
+      accept_modules: other modules that are right too.
+      what: what was planted, in words.
+    """
+
+    module: str
+    what: str
+    ops: tuple[str, ...] | None = None
+    call: int = 0
+    accept_modules: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Subject:
+    """A pair under construction: a mutant changes `target` (or what surrounds its run), nothing else.
+
+    Attributes:
+      arch: name of the architecture.
+      attention: "eager" or "sdpa", of both models.
+      reference, target: equal models in eval mode, float32.
+      inputs, target_inputs: keyword arguments of the two calls.
+      draw: the case's random choices.
+      around_reference, around_target: context managers to be entered around each run.
+    """
+
+    arch: str
+    attention: str
+    reference: torch.nn.Module
+    target: torch.nn.Module
+    inputs: Inputs
+    target_inputs: Inputs
+    draw: Draw
+    around_reference: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    around_target: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+
+    def paths(self, wanted: Callable[[str, torch.nn.Module], bool]) -> list[str]:
+        """Paths of the target's modules that satisfy `wanted(path, module)`, in order of definition."""
+        return [path for path, module in self.target.named_modules() if wanted(path, module)]
+
+    def choose(self, wanted: Callable[[str, torch.nn.Module], bool]) -> tuple[str, Any]:
+        """One of those modules by chance: (path, module)."""
+        path = self.draw.choice(self.paths(wanted))
+        return path, self.target.get_submodule(path)
+
+    def run_reference(self) -> list[torch.Tensor]:
+        return _run(self.reference, self.inputs, self.around_reference)
+
+    def run_target(self) -> list[torch.Tensor]:
+        return _run(self.target, self.target_inputs, self.around_target)
+
+    def surrounded(self, which: Literal["reference", "target"]) -> contextlib.ExitStack:
+        """A context in which that model is to be run: no_grad, a fixed random state, what the case adds."""
+        around = self.around_reference if which == "reference" else self.around_target
+        return _surrounded(around)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A registered kind of bug; `plant` changes the subject and returns the truth."""
+
+    kind: str
+    archs: tuple[str, ...]
+    changes: Changes
+    attention: str | None
+    plant: Callable[[Subject], Truth]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clean:
+    """A registered harmless change; `apply` changes the subject and returns the tolerated relative L2."""
+
+    kind: str
+    archs: tuple[str, ...]
+    attention: str | None
+    apply: Callable[[Subject], float]
+
+
+MUTANTS: dict[str, Mutant] = {}
+CLEAN: dict[str, Clean] = {}
+ARCHS: dict[str, Callable[[Draw, str], tuple[torch.nn.Module, Inputs]]] = {}
+
+
+def mutant(
+    *, archs: Sequence[str] = (), changes: Changes = "program", attention: str | None = None
+) -> Callable[[Callable[[Subject], Truth]], Callable[[Subject], Truth]]:
+    """Registers a kind of bug under the function's name.
+
+    Args:
+      archs: the architectures that have the place where it lives; none named: all.
+      changes: "weights" where a parameter differs, else "program" or "kernel".
+      attention: the attention implementation it needs; None: either, by chance.
+    """
+
+    def register(plant: Callable[[Subject], Truth]) -> Callable[[Subject], Truth]:
+        kind = plant.__name__
+        MUTANTS[kind] = Mutant(
+            kind=kind,
+            archs=tuple(archs) or tuple(ARCHS),
+            changes=changes,
+            attention=attention,
+            plant=plant,
+        )
+        return plant
+
+    return register
+
+
+def clean(
+    *, archs: Sequence[str] = (), attention: str | None = None
+) -> Callable[[Callable[[Subject], float]], Callable[[Subject], float]]:
+    """Registers a harmless change under the function's name; arguments as in `mutant`."""
+
+    def register(apply: Callable[[Subject], float]) -> Callable[[Subject], float]:
+        kind = apply.__name__
+        CLEAN[kind] = Clean(kind=kind, archs=tuple(archs) or tuple(ARCHS), attention=attention, apply=apply)
+        return apply
+
+    return register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A case ready to be recorded.
+
+    Attributes:
+      subject: the pair.
+      truth: where the bug is; None for a clean pair.
+      effect: relative L2 between the two models' outputs, the worst of the outputs; unitless.
+      noise: the same between the reference and itself in float64.
+      tolerated: bound on `effect` of a clean pair; inf for a mutant.
+      draws: how many draws it took until the bug reached the output.
+    """
+
+    subject: Subject
+    truth: Truth | None
+    effect: float
+    noise: float
+    tolerated: float
+    draws: int
+
+
+def build(name: str, seed: int) -> Built:
+    """The case `arch-kind-number`, a function of its name and the seed.
+
+    A draw whose bug does not reach the output (a corrupted element that the mask hides) is drawn again.
+
+    Raises:
+      ValueError: there is no such architecture or kind.
+      AssertionError: no draw reached the output.
+    """
+    arch, kind, _ = parse_name(name)
+    harmless = CLEAN.get(kind)
+    for attempt in range(_MAX_DRAWS):
+        draw = Draw(f"{seed}/{name}/{attempt}")
+        wanted = harmless.attention if harmless else MUTANTS[kind].attention
+        attention = draw.choice(("eager", "sdpa"))
+        subject = _subject(arch, wanted or attention, draw)
+        truth, tolerated = None, float("inf")
+        if harmless:
+            tolerated = harmless.apply(subject)
+        else:
+            truth = MUTANTS[kind].plant(subject)
+        reference = subject.run_reference()
+        effect = _worst_distance(subject.run_target(), reference)
+        if not harmless and effect == 0:
+            continue
+        exact = copy.deepcopy(subject.reference).double()
+        noise = _worst_distance(reference, _run(exact, subject.inputs, []))
+        if harmless or effect > _MIN_EFFECT_OVER_NOISE * noise:
+            return Built(
+                subject=subject,
+                truth=truth,
+                effect=effect,
+                noise=noise,
+                tolerated=tolerated,
+                draws=attempt + 1,
+            )
+    raise AssertionError(f"{name}: none of {_MAX_DRAWS} draws reached the output")
+
+
+def parse_name(name: str) -> tuple[str, str, int]:
+    """`arch-kind-number` in its parts.
+
+    Raises:
+      ValueError: there is no such architecture or kind, or no number.
+    """
+    arch, _, rest = name.partition("-")
+    kind, _, number = rest.rpartition("-")
+    known = MUTANTS.get(kind) or CLEAN.get(kind)
+    if known is None or arch not in known.archs or not number.isdigit():
+        raise ValueError(f"{name!r} is no case: expected arch-kind-number, see --list")
+    return arch, kind, int(number)
+
+
+def while_running(module: torch.nn.Module, home: str, **replacements: Any) -> None:
+    """Replaces names of the module `home` whenever `module`'s forward runs, for this instance alone.
+
+    So the target runs the library's own code with one helper changed, as a fork of it would.
+    """
+    owner = importlib.import_module(home)
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        kept = {name: getattr(owner, name) for name in replacements}
+        try:
+            for name, value in replacements.items():
+                setattr(owner, name, value)
+            return forward(*args, **kwargs)
+        finally:
+            for name, value in kept.items():
+                setattr(owner, name, value)
+
+    module.forward = patched
+
+
+def aten(*names: str) -> tuple[str, ...]:
+    """Base names of aten ops, as findings name them."""
+    return tuple(f"aten.{name}" for name in names)
+
+
+def _subject(arch: str, attention: str, draw: Draw) -> Subject:
+    reference, inputs = ARCHS[arch](draw, attention)
+    return Subject(
+        arch=arch,
+        attention=attention,
+        reference=reference,
+        target=copy.deepcopy(reference),
+        inputs=inputs,
+        target_inputs=dict(inputs),
+        draw=draw,
+    )
+
+
+@contextlib.contextmanager
+def _fixed_random_state() -> Iterator[None]:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _surrounded(around: Sequence[Callable[[], AbstractContextManager[Any]]]) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(_fixed_random_state())
+    for enter in around:
+        stack.enter_context(enter())
+    return stack
+
+
+def _run(
+    model: torch.nn.Module, inputs: Inputs, around: Sequence[Callable[[], AbstractContextManager[Any]]]
+) -> list[torch.Tensor]:
+    with _surrounded(around):
+        result = model(**inputs)
+    return [
+        value.detach().double().clone()
+        for value in result.values()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+
+
+def _worst_distance(values: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    assert len(values) == len(reference) > 0, "the models return different numbers of outputs"
+    return max(
+        ((value - ref).norm() / ref.norm()).item() for value, ref in zip(values, reference, strict=True)
+    )
