@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -220,12 +222,21 @@ def _summary(outcomes: list[tuple[Variant, Alignment]], traces: dict[str, Path])
     print("\nlook further")
     last, alignment = outcomes[-1]
     ref, target = traces["fp32"], traces[last.name]
-    print(f"  dispatch-trace align {ref} {target} --top 10")
-    print(f"  dispatch-trace align {ref} {traces['bf16-wrong']}")
-    print(f"  dispatch-trace show {target}")
+    command = _command()
+    print(f"  {command} align {ref} {target} --top 10")
+    print(f"  {command} align {ref} {traces['bf16-wrong']}")
+    print(f"  {command} show {target}")
     if alignment.first is not None:
-        print(f"  dispatch-trace show {target} --module '{alignment.first.module}'")
+        print(f"  {command} show {target} --module '{alignment.first.module}'")
     return 0 if right else 1
+
+
+def _command() -> str:
+    """How this user starts the program: `make demo` runs it from an environment that is not on the PATH."""
+    if shutil.which("dispatch-trace") is not None:
+        return "dispatch-trace"
+    python = os.path.relpath(sys.executable)
+    return f"{sys.executable if python.startswith('..') else python} -m dispatch_trace"
 
 
 def _place(alignment: Alignment, first: Finding) -> str:

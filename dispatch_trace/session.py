@@ -11,7 +11,6 @@ import html
 import json
 import math
 import os
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +32,20 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA = 1
-_FIELDS = ("kind", "step", "rank", "model", "grad_phase", "module", "call", "op", "n", "name", "overload", "seq")
+_FIELDS = (
+    "kind",
+    "step",
+    "rank",
+    "model",
+    "grad_phase",
+    "module",
+    "call",
+    "op",
+    "n",
+    "name",
+    "overload",
+    "seq",
+)
 
 
 class Record:
@@ -187,7 +199,9 @@ class Record:
 
         from dispatch_trace import execute
 
-        return execute.execute_record(self._reader, self._record.seq, torch.float64 if dtype is None else dtype)
+        return execute.execute_record(
+            self._reader, self._record.seq, torch.float64 if dtype is None else dtype
+        )
 
     def __repr__(self) -> str:
         what = self.op or self.kind
@@ -314,7 +328,9 @@ class Trace:
         for reader in self.ranks:
             if reader.rank == number:
                 return reader
-        raise ConfigError(f"rank={number}: {self.path} has ranks {', '.join(str(r.rank) for r in self.ranks)}.")
+        raise ConfigError(
+            f"rank={number}: {self.path} has ranks {', '.join(str(r.rank) for r in self.ranks)}."
+        )
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row for each tensor slot of each record, with its statistics. Needs pandas."""
@@ -327,7 +343,14 @@ class Trace:
                 if slot.is_tensor:
                     content = {} if slot.content < 0 else dict(record._reader.content(slot.content).stats)
                     rows.append(
-                        {**site, "slot": slot.name, "role": slot.role, "dtype": slot.dtype, "shape": slot.shape, **content}
+                        {
+                            **site,
+                            "slot": slot.name,
+                            "role": slot.role,
+                            "dtype": slot.dtype,
+                            "shape": slot.shape,
+                            **content,
+                        }
                     )
         return pandas.DataFrame(rows)
 
@@ -412,12 +435,22 @@ class Alignment:
 
     def __repr__(self) -> str:
         first = self.first
-        where = f", first: {first.label} {first.module or '(root)'} {first.op or ''}".rstrip() if first else ""
+        where = (
+            f", first: {first.label} {first.module or '(root)'} {first.op or ''}".rstrip() if first else ""
+        )
         return f"Alignment({self.verdict}{where})"
 
     def _repr_html_(self) -> str:
         rows = [
-            [f.label, "fatal" if f.fatal else "", f.step, f.module or "(root)", f.op or "", f.source or "", f.hint or ""]
+            [
+                f.label,
+                "fatal" if f.fatal else "",
+                f.step,
+                f.module or "(root)",
+                f.op or "",
+                f.source or "",
+                f.hint or "",
+            ]
             for f in self.findings[:20]
         ]
         heading = f"<p><b>{html.escape(self.verdict)}</b> {html.escape(', '.join(self.reasons))}</p>"
@@ -525,7 +558,12 @@ def _combined(judgements: list[Judgement]) -> Judgement:
             "not_compared": {},
         }
         return Judgement(
-            verdict="inconclusive", findings=[], pairs=[], coverage=empty, notices=[], reasons=["no rank in common"]
+            verdict="inconclusive",
+            findings=[],
+            pairs=[],
+            coverage=empty,
+            notices=[],
+            reasons=["no rank in common"],
         )
     verdicts = [j.verdict for j in judgements]
     findings = [f for j in judgements for f in j.findings]
@@ -542,7 +580,11 @@ def _combined(judgements: list[Judgement]) -> Judgement:
     compared = records.get("matched", 0) + records.get("absorbed", 0)
     number = sum(records.values()) - records.get("deselected", 0)
     return Judgement(
-        verdict="diverged" if "diverged" in verdicts else "match" if set(verdicts) == {"match"} else "inconclusive",
+        verdict="diverged"
+        if "diverged" in verdicts
+        else "match"
+        if set(verdicts) == {"match"}
+        else "inconclusive",
         findings=sorted(findings, key=lambda f: not f.fatal),
         pairs=[p for j in judgements for p in j.pairs],
         coverage={
@@ -561,7 +603,9 @@ def _notices(ref: Trace, target: Trace) -> list[str]:
     found = []
     if ref.path.resolve() == target.path.resolve():
         found.append("a trace is compared with itself")
-    elif ref.header.get("start_time") is not None and ref.header["start_time"] == target.header.get("start_time"):
+    elif ref.header.get("start_time") is not None and ref.header["start_time"] == target.header.get(
+        "start_time"
+    ):
         found.append("both traces are the same recording")
     for name in ("torch_version", "num_threads", "cpu_capability", "device", "grad_enabled"):
         a, b = ref.header.get(name), target.header.get(name)
@@ -636,4 +680,3 @@ def _html_table(headings: list[str], rows: list[list[Any]]) -> str:
 
 
 __all__ = ["Alignment", "Finding", "Record", "Trace", "align", "open"]
-

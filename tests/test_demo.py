@@ -46,9 +46,8 @@ def test_the_demos_commands_lead_to_the_mistakes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     result, traces = demo
-    commands = re.findall(
-        r"^  dispatch-trace (.*)$", result.stdout.partition("look further")[2], re.MULTILINE
-    )
+    further = result.stdout.partition("look further\n")[2]
+    commands = re.findall(r"dispatch[-_]trace ((?:align|show) .*)$", further, re.MULTILINE)
     monkeypatch.chdir(traces.parent)
     shown = []
     for command in commands:

@@ -39,7 +39,9 @@ def test_commands_in_the_documents_are_ones_that_the_parser_takes(document: Path
 
     from dispatch_trace.cli import _parser
 
-    for line in re.findall(r"^ {4}(dispatch-trace (?:align|show|verify|demo).*)$", document.read_text(), re.M):
+    for line in re.findall(
+        r"^ {4}(dispatch-trace (?:align|show|verify|demo).*)$", document.read_text(), re.M
+    ):
         _parser().parse_args(shlex.split(line, comments=True)[1:])  # exits where it does not know an option
 
 

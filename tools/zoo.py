@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     files = find_cases(options.dir, options.only)
     if not files:
-        parser.error(f"{options.dir} holds no case files" + (f" numbered {options.only}" if options.only else ""))
+        parser.error(
+            f"{options.dir} holds no case files" + (f" numbered {options.only}" if options.only else "")
+        )
     rows = []
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
         for row in pool.map(lambda f: run_in_process(f, options.save, options.timeout), files):
@@ -229,7 +231,9 @@ def grade_capture(truth: dict[str, Any], traces: dict[str, Path]) -> tuple[bool,
     """
     problems = []
     for which in ("reference", "target"):
-        wrong = [f"{key}: {why}" for key, value in truth.items() if (why := check_entry(key, value, traces, which))]
+        wrong = [
+            f"{key}: {why}" for key, value in truth.items() if (why := check_entry(key, value, traces, which))
+        ]
         if not wrong:
             return True, []
         problems.append(wrong)

@@ -179,7 +179,9 @@ class Program:
             made = written or list(found.values())
             if len(made) > 1:
                 made = [
-                    Origin(o.value, same_order=False, whole=False, share=o.share, casts=o.casts, edges=o.edges)
+                    Origin(
+                        o.value, same_order=False, whole=False, share=o.share, casts=o.casts, edges=o.edges
+                    )
                     for o in made
                 ]
             return tuple(made[-_MAX_ORIGINS:])
@@ -286,9 +288,7 @@ class Program:
             (parent.children if parent is not None else self.roots).append(call)
             stack.append(call)
 
-    def _enclosing_path(
-        self, call: Call, by_path: dict[tuple[int, str, str], list[Call]]
-    ) -> Call | None:
+    def _enclosing_path(self, call: Call, by_path: dict[tuple[int, str, str], list[Call]]) -> Call | None:
         """For calls of other threads: the call of the nearest enclosing path that was open then."""
         step, model, path, _ = call.key
         while path:

@@ -86,7 +86,9 @@ def _rules(rules: Any) -> list[tuple[str, str]]:
             old, equals, new = item.partition("=")
             item = (old, new) if equals else (item,)
         if len(item) != 2 or not all(isinstance(part, str) for part in item):
-            raise ConfigError(f"rename={rules!r}: expected {{reference path: target path}} or 'OLD=NEW' rules.")
+            raise ConfigError(
+                f"rename={rules!r}: expected {{reference path: target path}} or 'OLD=NEW' rules."
+            )
         found.append((item[0], item[1]))
     return found
 

@@ -72,7 +72,9 @@ class Features:
         self.numel = np.array([_numel(program, e) for e in elements], dtype=np.float64)
         self.shapes = [_shape(program, e) for e in elements]
         self.classes = [_dtype_class(program, e) for e in elements]
-        self.scalars = [scalars(e.record) if e.record is not None and e.marker is None else "" for e in elements]
+        self.scalars = [
+            scalars(e.record) if e.record is not None and e.marker is None else "" for e in elements
+        ]
         self.producers = [_producers(program, e) for e in elements]
         self.readers = [_readers(program, e) for e in elements]
 
@@ -411,7 +413,9 @@ def _overlap(a: Sequence[Counter[Any]], b: Sequence[Counter[Any]]) -> Matrix:
         tables.append(table)
     sizes = [table.sum(axis=1) for table in tables]
     # sum of minima = (sum + sum - sum of differences) / 2, but a product of presence is close enough and fast.
-    shared = np.minimum(np.sqrt(tables[0]) @ np.sqrt(tables[1]).T, np.minimum(sizes[0][:, None], sizes[1][None, :]))
+    shared = np.minimum(
+        np.sqrt(tables[0]) @ np.sqrt(tables[1]).T, np.minimum(sizes[0][:, None], sizes[1][None, :])
+    )
     union = sizes[0][:, None] + sizes[1][None, :] - shared
     result: Matrix = np.where(union > 0, shared / np.maximum(union, 1e-9), 1.0).astype(np.float32)
     return result

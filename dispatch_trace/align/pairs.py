@@ -244,7 +244,13 @@ def paired_slots(ref: list[StoredSlot], target: list[StoredSlot]) -> list[tuple[
     return found
 
 
-_ALIASES = {"out": "out[0]", "out.self": "out[0]", "out.out": "out[0]", "in.mat1": "in.input", "in.mat2": "in.weight"}
+_ALIASES = {
+    "out": "out[0]",
+    "out.self": "out[0]",
+    "out.out": "out[0]",
+    "in.mat1": "in.input",
+    "in.mat2": "in.weight",
+}
 
 
 def _plain_name(name: str) -> str:
@@ -295,4 +301,6 @@ def view_path(program: Program, origin: Origin) -> tuple[Any, ...]:
     return tuple(steps)
 
 
-_NO_VIEW = frozenset("clone detach alias contiguous _to_copy to lift_fresh lift lift_fresh_copy copy positive".split())
+_NO_VIEW = frozenset(
+    ["clone", "detach", "alias", "contiguous", "_to_copy", "to", "lift_fresh", "lift", "lift_fresh_copy", "copy", "positive"]
+)

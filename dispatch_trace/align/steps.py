@@ -35,5 +35,7 @@ def unpaired_steps(
     ref: RankReader, target: RankReader, steps: Collection[int] | None
 ) -> tuple[list[int], list[int]]:
     """Step numbers that only the reference, and only the target, has."""
-    numbers = [{s.step for s in r.steps if s.step >= 0 and (steps is None or s.step in steps)} for r in (ref, target)]
+    numbers = [
+        {s.step for s in r.steps if s.step >= 0 and (steps is None or s.step in steps)} for r in (ref, target)
+    ]
     return sorted(numbers[0] - numbers[1]), sorted(numbers[1] - numbers[0])

@@ -359,7 +359,7 @@ def before_op(
 def _own_memory(values: Sequence[Any]) -> None:
     """Ends the copy-on-write link of snapshots: torch 2.13 fails when such a storage grows (c10 COW.cpp)."""
     for value in values:
-        if isinstance(value, torch.Tensor) and torch._C._is_cow_tensor(value):
+        if isinstance(value, torch.Tensor) and torch._C._is_cow_tensor(value):  # type: ignore[attr-defined]
             value.untyped_storage().data_ptr()
         elif isinstance(value, (list, tuple)):
             _own_memory(value)

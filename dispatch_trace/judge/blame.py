@@ -7,11 +7,12 @@ without a partner, on either side: its *region*. What the region holds decides w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dispatch_trace.align.canon import family, is_empty, is_factory, short
+from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.modules import host
 from dispatch_trace.align.ops import scalars
@@ -21,7 +22,9 @@ from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 
 # Where numbers are kept, not what they are: never a finding.
-METADATA_ARGUMENTS = frozenset("dtype device layout pin_memory memory_format non_blocking copy implicit".split())
+METADATA_ARGUMENTS = frozenset(
+    ["dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "implicit"]
+)
 # Written out by hand these become so many ops that none of them answers for the whole.
 _FUSED = frozenset({"attention", "layer_norm", "rms_norm", "group_norm", "batch_norm"})
 
@@ -81,7 +84,9 @@ class Blame:
         seat = self._program_input(value)
         if seat is not None:
             evidence["input"] = seat[1].name
-            return self._finding(seat[0], None, "argument", evidence, state, hint="the runs got different inputs")
+            return self._finding(
+                seat[0], None, "argument", evidence, state, hint="the runs got different inputs"
+            )
         first = self._first_edge(value, reader)
         evidence["constant"] = True
         if state.link is not None and self._ref.records[state.link.ref[0]].kind == "param":
@@ -103,12 +108,28 @@ class Blame:
         found = self._place(path, call, owner.op, "introduced", evidence, state, None, hint=hint, at=record)
         return replace(found, source=_source(owner))
 
-    def output(self, record: StoredRecord, slot: StoredSlot, error: float, band: float) -> Finding:
-        """For a final output that is wrong though what it was made of is right."""
-        evidence: dict[str, Any] = {"error": error, "band": band, "output": slot.name}
-        edges = [o.edges for o in self._target.origins(record, slot)]
-        op = self._target.records[edges[0][-1]] if edges and edges[0] else None
-        return self._finding(op or record, op.op if op is not None else None, "wiring", evidence, None)
+    def output(
+        self,
+        ref: StoredRecord,
+        a: StoredSlot,
+        target: StoredRecord,
+        b: StoredSlot,
+        found: Difference,
+        band: float,
+    ) -> Finding:
+        """For a final output that is wrong though every value of the target behind it is right."""
+        state = State(rho=found.rho, difference=found, explained=False, limit=band)
+        region = Region(target, ref)
+        region.only_target = self._unpaired_before(target, [b])
+        region.only_ref = self._unmeasured_before(ref, [a])
+        for rule in (self._modules, self._missing_ops, self._extra_ops):
+            finding = rule(region, state)
+            if finding is not None:
+                return replace(finding, evidence={**finding.evidence, "output": b.name})
+        evidence = self._evidence(state) | {"output": b.name}
+        theirs, ours = self._ref.origins(ref, a), self._target.origins(target, b)
+        view = self._differing_view(theirs[0], ours[0]) if theirs and ours else None
+        return self._finding(view or target, view.op if view is not None else None, "wiring", evidence, state)
 
     # Rules, in order --------------------------------------------------------------------------------
 
@@ -118,7 +139,12 @@ class Blame:
                 if slot.uninitialised and not _reads_unwritten(self._counterpart(record)):
                     evidence = self._evidence(state) | {"argument": slot.name.removeprefix("in.")}
                     return self._finding(
-                        record, record.op, "uninitialised", evidence, state, hint="reads memory that nothing wrote"
+                        record,
+                        record.op,
+                        "uninitialised",
+                        evidence,
+                        state,
+                        hint="reads memory that nothing wrote",
                     )
         return None
 
@@ -132,7 +158,14 @@ class Blame:
                     return self._finding(record, record.op, "nondeterministic", self._evidence(state), state)
             elif not any(r.random for r in region.only_ref):
                 evidence = self._evidence(state) | {"extra_op": record.op}
-                return self._finding(record, record.op, "structure", evidence, state, hint="a random op that the reference lacks")
+                return self._finding(
+                    record,
+                    record.op,
+                    "structure",
+                    evidence,
+                    state,
+                    hint="a random op that the reference lacks",
+                )
         return None
 
     def _nonfinite(self, region: Region, state: State) -> Finding | None:
@@ -158,11 +191,22 @@ class Blame:
             call = missing[0]
             evidence = self._evidence(state) | {"missing_module": call.path, "reader": region.target.op}
             path = self._pairing.renames.apply(call.path)
-            return self._place(path, call, None, "structure", evidence, state, region, hint="the target never calls it")
+            return self._place(
+                path, call, None, "structure", evidence, state, region, hint="the target never calls it"
+            )
         if extra and not region.only_ref and len(extra) == 1:
             call = extra[0]
             evidence = self._evidence(state) | {"extra_module": call.path}
-            return self._place(call.path, call, None, "structure", evidence, state, region, hint="the reference never calls it")
+            return self._place(
+                call.path,
+                call,
+                None,
+                "structure",
+                evidence,
+                state,
+                region,
+                hint="the reference never calls it",
+            )
         return None
 
     def _same_ops(self, region: Region, state: State) -> Finding | None:
@@ -173,6 +217,9 @@ class Blame:
         wiring = self._wiring(record, ref, state)
         if wiring is not None:
             return wiring
+        lost = self._lost_operand(record, ref, state)
+        if lost is not None:
+            return lost
         changed = changed_arguments(ref, record)
         evidence = self._evidence(state)
         if changed:
@@ -181,6 +228,46 @@ class Blame:
             evidence["ref_op"] = ref.op
         return self._finding(record, record.op, "introduced", evidence, state)
 
+    def _lost_operand(self, record: StoredRecord, ref: StoredRecord, state: State) -> Finding | None:
+        """A tensor argument that only one side passes."""
+        ours = {slot.name for slot in self._target.inputs(record)}
+        theirs = {slot.name: slot for slot in self._ref.inputs(ref)}
+        evidence = self._evidence(state)
+        for name, slot in theirs.items():
+            if name not in ours and record.overload == ref.overload:
+                source = self._ref.origins(ref, slot)[0].value
+                evidence["arguments"] = {name.removeprefix("in."): [self._describe(self._ref, source), None]}
+                seat = self._not_passed(record, {source})
+                return self._finding(seat, record.op, "argument", evidence, state, where=record)
+        extra = [slot for slot in self._target.inputs(record) if slot.name not in theirs]
+        if extra and record.overload == ref.overload:
+            source = self._target.origins(record, extra[0])[0].value
+            evidence["arguments"] = {
+                extra[0].name.removeprefix("in."): [None, self._describe(self._target, source)]
+            }
+            return self._finding(record, record.op, "argument", evidence, state)
+        return None
+
+    def _not_passed(self, record: StoredRecord, sources: Collection[Value]) -> StoredRecord | Call:
+        """The outermost call in which one of these values of the reference should have been handed on to `record`."""
+        seat: StoredRecord | Call = record
+        backward = {target: ref for ref, target in self._pairing.calls.items()}
+        for call in self._target.call_of(record).enclosing():
+            twin = self._ref.calls.get(backward.get(call.key, call.key))
+            if twin is None or twin.record is None or call.record is None or call.parent is None:
+                break
+            passed = [
+                slot.name
+                for slot in twin.record.slots
+                if slot.role == "in"
+                and slot.is_tensor
+                and any(o.value in sources for o in self._ref.origins(twin.record, slot))
+            ]
+            if not passed or any(s.name in passed and s.is_tensor for s in call.record.slots):
+                break
+            seat = call.parent
+        return seat
+
     def _missing_ops(self, region: Region, state: State) -> Finding | None:
         if region.only_target or not region.only_ref:
             return None
@@ -188,6 +275,14 @@ class Blame:
         evidence = self._evidence(state) | {"missing_op": last.op, "reader": region.target.op}
         if len(region.only_ref) > 1:
             evidence["missing_ops"] = [r.op for r in region.only_ref]
+        made = {(r.seq, slot.index) for r in region.only_ref for slot in self._ref.outputs(r)}
+        seat = self._not_passed(region.target, made)
+        if isinstance(seat, Call):
+            theirs = [
+                r for r in region.only_ref if self._pairing.calls.get(self._ref.call_of(r).key) == seat.key
+            ]
+            op = theirs[-1].op if theirs else None
+            return self._finding(seat, op, "structure", evidence, state, where=region.target)
         body = host(self._ref.call_of(last), self._pairing.calls)
         mine = self._hosted(region.target)
         if self._pairing.calls.get(body.key) == mine.key or self._fed_by_constant(region):
@@ -242,19 +337,23 @@ class Blame:
                 region.only_ref.append(ref)
         return region
 
-    def _unpaired_before(self, record: StoredRecord) -> list[StoredRecord]:
-        """Ops of the target between a record and the nearest compared values."""
+    def _unpaired_before(
+        self, record: StoredRecord, slots: Iterable[StoredSlot] | None = None
+    ) -> list[StoredRecord]:
+        """Ops of the target between a record (or these slots of it) and the nearest compared values."""
 
         def opaque(value: Value) -> bool:
             return self._noise.state(value).explained is None and not self._target.is_leaf(value)
 
-        return _walk(self._target, record, opaque)
+        return _walk(self._target, record, opaque, slots)
 
-    def _unmeasured_before(self, record: StoredRecord) -> list[StoredRecord]:
+    def _unmeasured_before(
+        self, record: StoredRecord, slots: Iterable[StoredSlot] | None = None
+    ) -> list[StoredRecord]:
         def opaque(value: Value) -> bool:
             return not self._ref.is_leaf(value) and not self._noise.stands_for(value)
 
-        return _walk(self._ref, record, opaque)
+        return _walk(self._ref, record, opaque, slots)
 
     def _counterpart(self, record: StoredRecord) -> StoredRecord | None:
         pair = self._pairing.ops.get(record.seq)
@@ -301,8 +400,11 @@ class Blame:
                 if slot.content < 0:
                     continue
                 found = self._pairing.comparer.compare(slot.content, mine[0].content)
-                if found.known and not found.nonfinite and found.rho <= self._noise.band(
-                    self._noise.state((record.seq, mine[0].index)).predicted, found
+                if (
+                    found.known
+                    and not found.nonfinite
+                    and found.rho
+                    <= self._noise.band(self._noise.state((record.seq, mine[0].index)).predicted, found)
                 ):
                     return True
         return False
@@ -326,8 +428,7 @@ class Blame:
                     view = record
                 elif view is not record:
                     evidence["view"] = changed_arguments(self._view_twin(theirs[0], view), view)
-                seat = view if view.module == record.module else self._meeting(record, ours[0])
-                return self._finding(seat, view.op, "wiring", evidence, state)
+                return self._finding(view, view.op, "wiring", evidence, state)
             evidence |= {
                 "expected": self._describe(self._ref, theirs[0].value),
                 "found": self._describe(self._target, ours[0].value),
@@ -395,8 +496,12 @@ class Blame:
                 call = around
         owner_path = record.module
         if not owner_path or not any(c.path == owner_path for c in call.enclosing()):
-            return self._place(owner_path, call, reader.op, "parameter", evidence, state, None, hint=hint, at=reader)
-        return self._place(owner_path, call, reader.op, "parameter", evidence, state, None, hint=hint, at=reader)
+            return self._place(
+                owner_path, call, reader.op, "parameter", evidence, state, None, hint=hint, at=reader
+            )
+        return self._place(
+            owner_path, call, reader.op, "parameter", evidence, state, None, hint=hint, at=reader
+        )
 
     def _program_input(self, value: Value) -> tuple[StoredRecord, StoredSlot] | None:
         """The root call that was given this leaf, if one was."""
@@ -419,7 +524,10 @@ class Blame:
     def _evidence(self, state: State | None) -> dict[str, Any]:
         if state is None:
             return {}
-        found: dict[str, Any] = {"error": state.rho, "band": self._noise.band(state.predicted, state.difference)}
+        found: dict[str, Any] = {
+            "error": state.rho,
+            "band": self._noise.band(state.predicted, state.difference),
+        }
         difference = state.difference
         if difference is not None:
             found["measured_by"] = difference.method
@@ -555,13 +663,17 @@ def _scalar_arguments(record: StoredRecord) -> dict[str, Any]:
     return found
 
 
-def _walk(program: Program, record: StoredRecord, opaque: Any) -> list[StoredRecord]:
+def _walk(
+    program: Program, record: StoredRecord, opaque: Any, slots: Iterable[StoredSlot] | None = None
+) -> list[StoredRecord]:
     """Compute ops behind a record's inputs, through opaque values only; constants and allocations left out."""
     found: dict[int, StoredRecord] = {}
-    todo = [record]
+    todo: list[tuple[StoredRecord, Iterable[StoredSlot]]] = [
+        (record, program.inputs(record) if slots is None else slots)
+    ]
     while todo:
-        reader = todo.pop()
-        for slot in program.inputs(reader):
+        reader, read = todo.pop()
+        for slot in read:
             if _blind(reader, slot):
                 continue
             for origin in program.origins(reader, slot):
@@ -569,7 +681,7 @@ def _walk(program: Program, record: StoredRecord, opaque: Any) -> list[StoredRec
                 if source.kind != "op" or source.seq in found or not opaque(origin.value) or is_empty(source):
                     continue
                 found[source.seq] = source
-                todo.append(source)
+                todo.append((source, program.inputs(source)))
     return [found[seq] for seq in sorted(found) if not is_factory(found[seq]) or found[seq].random]
 
 
@@ -591,4 +703,6 @@ def _source(record: StoredRecord | None) -> str | None:
 
 def _plain(evidence: dict[str, Any]) -> dict[str, Any]:
     """Without what is unknown; infinite errors stay, JSON writers deal with them."""
-    return {k: v for k, v in evidence.items() if v is not None and not (isinstance(v, float) and math.isnan(v))}
+    return {
+        k: v for k, v in evidence.items() if v is not None and not (isinstance(v, float) and math.isnan(v))
+    }

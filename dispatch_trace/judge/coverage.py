@@ -66,7 +66,9 @@ class _Rows:
         label = self._labels.get(target.seq, "")
         if target.kind == "op":
             pair = self._pairing.ops[target.seq]
-            row = Pair(ref=ref, target=target, outcome="matched", method=pair.method, confidence=pair.confidence)
+            row = Pair(
+                ref=ref, target=target, outcome="matched", method=pair.method, confidence=pair.confidence
+            )
         else:
             row = Pair(ref=ref, target=target, outcome="matched", method="path", confidence=1.0)
         row.label = label
@@ -84,10 +86,16 @@ class _Rows:
         theirs = {s.name: s for s in ref.slots if s.role != "in" and s.is_tensor}
         outputs = [s for s in target.slots if s.role != "in" and s.is_tensor]
         for slot in outputs:
-            twin = theirs.get(slot.name) or (next(iter(theirs.values())) if len(theirs) == len(outputs) == 1 else None)
+            twin = theirs.get(slot.name) or (
+                next(iter(theirs.values())) if len(theirs) == len(outputs) == 1 else None
+            )
             if twin is None:
                 continue
-            unread = target.kind == "op" and len(outputs) > 1 and not self._pairing.target.consumers.get((target.seq, slot.index))
+            unread = (
+                target.kind == "op"
+                and len(outputs) > 1
+                and not self._pairing.target.consumers.get((target.seq, slot.index))
+            )
             difference = self._pairing.comparer.compare(
                 self._pairing.ref.held_content(ref, twin), self._pairing.target.held_content(target, slot)
             )

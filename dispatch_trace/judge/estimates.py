@@ -26,18 +26,14 @@ MAX_GAIN = 1e6
 Measure = Callable[[StoredRecord, StoredSlot], Magnitude]
 
 _REDUCTIONS = frozenset(
-    "sum mean var var_mean std norm linalg_vector_norm cumsum prod logsumexp nansum logcumsumexp cumprod trace "
-    "avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d avg_pool1d mse_loss nll_loss_forward".split()
+    ["sum", "mean", "var", "var_mean", "std", "norm", "linalg_vector_norm", "cumsum", "prod", "logsumexp", "nansum", "logcumsumexp", "cumprod", "trace", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d", "avg_pool1d", "mse_loss", "nll_loss_forward"]
 )
 _POWERS = {"rsqrt": 0.5, "sqrt": 0.5, "reciprocal": 1.0, "square": 2.0, "_foreach_sqrt": 0.5}
 # The derivative is at most about 1.
 _LIPSCHITZ = frozenset(
-    "tanh sigmoid gelu silu relu elu selu celu mish softplus erf hardtanh hardsigmoid hardswish leaky_relu clamp "
-    "clamp_min clamp_max sin cos atan maximum minimum threshold relu6 abs neg log1p asinh max amax min amin topk sort "
-    "max_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d upsample_bicubic2d log_sigmoid_forward "
-    "_upsample_bilinear2d_aa avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d".split()
+    ["tanh", "sigmoid", "gelu", "silu", "relu", "elu", "selu", "celu", "mish", "softplus", "erf", "hardtanh", "hardsigmoid", "hardswish", "leaky_relu", "clamp", "clamp_min", "clamp_max", "sin", "cos", "atan", "maximum", "minimum", "threshold", "relu6", "abs", "neg", "log1p", "asinh", "max", "amax", "min", "amin", "topk", "sort", "max_pool2d", "max_pool2d_with_indices", "upsample_bilinear2d", "upsample_nearest2d", "upsample_bicubic2d", "log_sigmoid_forward", "_upsample_bilinear2d_aa", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d"]
 )
-_ADDITIVE = frozenset("add sub rsub _foreach_add _foreach_sub lerp addcmul addcdiv".split())
+_ADDITIVE = frozenset(["add", "sub", "rsub", "_foreach_add", "_foreach_sub", "lerp", "addcmul", "addcdiv"])
 
 
 def roundoff(dtype: str) -> float:
@@ -53,7 +49,12 @@ def reduction_length(program: Program, record: StoredRecord, out: StoredSlot) ->
     inputs = {slot.name: slot for slot in program.inputs(record)}
     group = family(record.op)
     if group == "linear":
-        first = inputs.get("in.mat1") or inputs.get("in.batch1") or inputs.get("in.input") or inputs.get("in.self")
+        first = (
+            inputs.get("in.mat1")
+            or inputs.get("in.batch1")
+            or inputs.get("in.input")
+            or inputs.get("in.self")
+        )
         return max(first.shape[-1], 1) if first is not None and first.shape else 1
     if group == "conv":
         weight = inputs.get("in.weight")
@@ -113,7 +114,10 @@ def gains_of(
         return [(slot, MAX_GAIN) for slot in inputs]
     if result is None or result == 0.0:
         return [(slot, 1.0 if result is None else UNKNOWN_GAIN) for slot in inputs]
-    return [(slot, min(_gain(program, record, out, slot, sizes, result, name, group), MAX_GAIN)) for slot in inputs]
+    return [
+        (slot, min(_gain(program, record, out, slot, sizes, result, name, group), MAX_GAIN))
+        for slot in inputs
+    ]
 
 
 def _gain(
@@ -163,7 +167,11 @@ def _gain(
     if group == "attention":
         return _attention_gain(slot, sizes, result)
     if name in ("sum", "nansum", "cumsum"):
-        n = max(slot_numel(slot) // max(slot_numel(out), 1), 1) if name != "cumsum" else max(slot.shape, default=1)
+        n = (
+            max(slot_numel(slot) // max(slot_numel(out), 1), 1)
+            if name != "cumsum"
+            else max(slot.shape, default=1)
+        )
         return max(1.0, math.sqrt(n) * size / result)
     if name == "mean":
         return max(1.0, size / result) if result < size else 1.0

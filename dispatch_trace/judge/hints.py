@@ -29,7 +29,9 @@ def hint_of(pairing: Pairing, link: Link, difference: Difference) -> str | None:
             return None
         if np.iscomplexobj(ref) or np.iscomplexobj(target):
             return None
-        return _from_data(ref.astype(np.float64), target.reshape(ref.shape).astype(np.float64), difference.rho)
+        return _from_data(
+            ref.astype(np.float64), target.reshape(ref.shape).astype(np.float64), difference.rho
+        )
     a, b = pairing.ref.reader.sketch(link.ref_content), pairing.target.reader.sketch(link.target_content)
     if a is None or b is None or norm(a) == 0.0:
         return None

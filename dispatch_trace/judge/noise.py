@@ -16,7 +16,7 @@ from dispatch_trace.align.content import SKETCH_FLOOR, Difference
 from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
-from dispatch_trace.judge.estimates import C, UNKNOWN_GAIN, gains_of, own_noise, roundoff
+from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, own_noise, roundoff
 from dispatch_trace.judge.magnitudes import Magnitudes
 from dispatch_trace.judge.quantised import quantisation_noise
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -134,7 +134,9 @@ class NoisePass:
             self.states[value] = found
         return found
 
-    def slot_noise(self, record: StoredRecord, slot: StoredSlot) -> tuple[float, float, frozenset[tuple[str, int]], bool]:
+    def slot_noise(
+        self, record: StoredRecord, slot: StoredSlot
+    ) -> tuple[float, float, frozenset[tuple[str, int]], bool]:
         """(noise, clean noise, flags, suspicious) of what an input slot of the target holds."""
         noise = clean = 0.0
         flags: frozenset[tuple[str, int]] = frozenset()
@@ -168,7 +170,10 @@ class NoisePass:
         budget = self._budget(record, out, links)
         found = self.best(links)
         state = State(
-            predicted=budget.full, noise=budget.full, clean=budget.clean, tainted=budget.tainted,
+            predicted=budget.full,
+            noise=budget.full,
+            clean=budget.clean,
+            tainted=budget.tainted,
             flags=frozenset(budget.flags),
         )
         if found is None:
@@ -245,7 +250,9 @@ class NoisePass:
         if found is None:
             return State()
         link, difference = found
-        state = State(rho=difference.rho, link=link, difference=difference, noise=difference.rho, clean=difference.rho)
+        state = State(
+            rho=difference.rho, link=link, difference=difference, noise=difference.rho, clean=difference.rho
+        )
         if difference.equal:
             state.explained = True
             return state
@@ -377,7 +384,11 @@ class NoisePass:
             found = 0.0
             if call.record is not None:
                 found = max(
-                    (roundoff(s.dtype) for s in call.record.slots if s.is_tensor and dtype_class(s.dtype) == "f"),
+                    (
+                        roundoff(s.dtype)
+                        for s in call.record.slots
+                        if s.is_tensor and dtype_class(s.dtype) == "f"
+                    ),
                     default=0.0,
                 )
             if found == 0.0 and call.parent is not None:

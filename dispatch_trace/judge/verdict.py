@@ -37,6 +37,7 @@ class Output:
 
     Attributes:
       record, slot: where the target returns it.
+      ref, ref_slot: where the reference does.
       difference: from the reference's.
       explained: within noise; None where it could not be compared.
       band: up to which error it is noise.
@@ -45,6 +46,8 @@ class Output:
 
     record: StoredRecord
     slot: StoredSlot
+    ref: StoredRecord
+    ref_slot: StoredSlot
     difference: Difference
     explained: bool | None
     band: float
@@ -109,7 +112,12 @@ class _Judge:
         compared = 0
         for key, other in self._pairing.calls.items():
             ref, target = self._pairing.ref.calls[key], self._target.calls[other]
-            if ref.record is None or target.record is None or ref.parent is not None or target.parent is not None:
+            if (
+                ref.record is None
+                or target.record is None
+                or ref.parent is not None
+                or target.parent is not None
+            ):
                 continue
             compared += 1
             found += self._root_outputs(ref.record, target.record)
@@ -126,7 +134,9 @@ class _Judge:
         for note in (ref.note, target.note):
             if note and not note.startswith("opaque"):
                 self._reasons.append(f"the root module: {note}")
-        return [self._output(ref, theirs[name], target, slot) for name, slot in ours.items() if name in theirs]
+        return [
+            self._output(ref, theirs[name], target, slot) for name, slot in ours.items() if name in theirs
+        ]
 
     def _output(self, ref: StoredRecord, a: StoredSlot, target: StoredRecord, b: StoredSlot) -> Output:
         noise = self._noise
@@ -144,8 +154,17 @@ class _Judge:
         band = noise.band(math.hypot(clean if suspicious else here, ref_noise), difference)
         if not difference.known:
             empty = a.note or b.note or 0 in a.shape
-            return Output(target, b, difference, True if empty else None, band, frozenset())
-        return Output(target, b, difference, within(difference, band), band, flags if not difference.equal else frozenset())
+            return Output(target, b, ref, a, difference, True if empty else None, band, frozenset())
+        return Output(
+            target,
+            b,
+            ref,
+            a,
+            difference,
+            within(difference, band),
+            band,
+            flags if not difference.equal else frozenset(),
+        )
 
     def _sinks(self) -> list[Output]:
         """Values that no recorded op reads: all that is left to judge by when no root returned anything."""
@@ -154,10 +173,14 @@ class _Judge:
             record = self._target.records[value[0]]
             if record.kind != "op" or self._target.consumers.get(value) or is_factory(record):
                 continue
-            if state.difference is not None:
+            if state.difference is not None and state.link is not None:
+                ref = self._pairing.ref.records[state.link.ref[0]]
                 slot = self._target.slot(value)
                 band = self._noise.band(state.predicted, state.difference)
-                found.append(Output(record, slot, state.difference, state.explained, band, state.flags))
+                twin = ref.slots[state.link.ref[1]]
+                found.append(
+                    Output(record, slot, ref, twin, state.difference, state.explained, band, state.flags)
+                )
         return found
 
     # Findings ---------------------------------------------------------------------------------------
@@ -185,7 +208,9 @@ class _Judge:
             if state.wrong and not state.tainted and is_hidden(self._noise, value, returned):
                 self._reached.add(value)
                 finding = self._blame.value(value)
-                found.append((value[0], replace(finding, evidence={**finding.evidence, "hidden_from_output": True})))
+                found.append(
+                    (value[0], replace(finding, evidence={**finding.evidence, "hidden_from_output": True}))
+                )
         return found
 
     def _culprits(self, output: Output) -> list[tuple[int, Finding]]:
@@ -229,8 +254,10 @@ class _Judge:
             elif state.wrong:
                 found.append((record.seq, self._blame.value(value)))
         if not found and len(self._reached) == before and not any(v in self._reached for v in sources):
-            error = output.difference.rho
-            found.append((output.record.seq, self._blame.output(output.record, output.slot, error, output.band)))
+            finding = self._blame.output(
+                output.ref, output.ref_slot, output.record, output.slot, output.difference, output.band
+            )
+            found.append((output.record.seq, finding))
         return found
 
     def _origins(self, record: StoredRecord, slot: StoredSlot) -> Iterable[Any]:
@@ -251,7 +278,11 @@ class _Judge:
             culprit = self._rounded_before(record)
             if culprit is not None:
                 place, error, dtypes = culprit
-                evidence = {"error": error, "output_error": output.difference.rho, "amplified_by": record.op} | dtypes
+                evidence = {
+                    "error": error,
+                    "output_error": output.difference.rho,
+                    "amplified_by": record.op,
+                } | dtypes
                 finding = Finding(
                     module=place.module,
                     call=None if place.call < 0 else place.call,
@@ -293,7 +324,12 @@ class _Judge:
             return None
         ours = self._target.outputs(record)
         theirs = self._pairing.ref.outputs(self._pairing.ref.records[pair.ref])
-        if not ours or not theirs or roundoff(ours[0].dtype) <= roundoff(theirs[0].dtype) or not roundoff(theirs[0].dtype):
+        if (
+            not ours
+            or not theirs
+            or roundoff(ours[0].dtype) <= roundoff(theirs[0].dtype)
+            or not roundoff(theirs[0].dtype)
+        ):
             return None
         difference = self._pairing.comparer.compare(theirs[0].content, ours[0].content)
         if not difference.known or difference.rho == 0.0:
@@ -312,7 +348,11 @@ class _Judge:
                     found.append((seq, self._cast_suspect(seq, state.rho or 0.0)))
                 elif kind == "flip" and seq == value[0]:
                     finding = self._blame._finding(
-                        self._target.records[seq], self._target.records[seq].op, "flip", self._blame._evidence(state), state
+                        self._target.records[seq],
+                        self._target.records[seq].op,
+                        "flip",
+                        self._blame._evidence(state),
+                        state,
                     )
                     found.append((seq, finding))
             if not state.wrong or state.tainted or value in self._reached:
@@ -353,8 +393,12 @@ class _Judge:
             states = [self._noise.states.get((seq, s.index)) for s in self._target.outputs(record)]
             if changed and all(s is not None and s.explained for s in states) and not is_factory(record):
                 evidence = {"kind": "argument", "arguments": changed}
-                finding = self._blame._finding(record, record.op, "suspect", evidence, states[0] if states else None)
-                found.append((seq, replace(finding, hint="an argument differs; its effect is within the noise")))
+                finding = self._blame._finding(
+                    record, record.op, "suspect", evidence, states[0] if states else None
+                )
+                found.append(
+                    (seq, replace(finding, hint="an argument differs; its effect is within the noise"))
+                )
         return found
 
     # Verdict ----------------------------------------------------------------------------------------
@@ -371,7 +415,11 @@ class _Judge:
                     f"output {output.slot.name} is off by {output.difference.rho:.3g} and nothing could be blamed for it"
                 )
             elif output.explained and output.flags:
-                kinds = {"cast": "an undeclared cast", "ill": "an ill-conditioned step", "flip": "a decision that flipped"}
+                kinds = {
+                    "cast": "an undeclared cast",
+                    "ill": "an ill-conditioned step",
+                    "flip": "a decision that flipped",
+                }
                 names = sorted({kinds.get(kind, kind) for kind, _ in output.flags})
                 self._reasons.append(
                     f"output {output.slot.name} is off by {output.difference.rho:.3g}, explained only by {' and '.join(names)}"
