@@ -176,6 +176,7 @@ class record:
             on_fault=self._on_writer_fault,
         )
         tracer = self._tracer = Tracer(writer, options, models)
+        tracer.root_adopted = self._on_root_adopted
         _live.add(tracer)
         self._modules = ModuleRecorder(tracer)
         # Two Python frames more for each module call: what ran without the recorder must run with it.
@@ -259,6 +260,11 @@ class record:
         if sys.getrecursionlimit() == 2 * self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
 
+    def _on_root_adopted(self, root: torch.nn.Module) -> None:
+        """The header was written before the root was known."""
+        if self._tracer is not None:
+            self._tracer.writer.amend_header(_model_fields({"": root}))
+
     def _on_writer_fault(self, error: Exception) -> None:
         if self._tracer is not None:
             self._tracer.fault(error)
@@ -340,7 +346,6 @@ def _header(
         "platform": platform.platform(),
         "start_time": time.time(),
         "command": [os.path.basename(a) if i == 0 else a for i, a in enumerate(sys.argv)],
-        "device": _device_of(models),
         "lane": "eager",
         "compile_backend": None,
         "grad_enabled": torch.is_grad_enabled(),
@@ -353,6 +358,19 @@ def _header(
         "environment": {
             k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("TORCH_NEURONX_")
         },
+        **_model_fields(models),
+        "options": options.header(),
+        "sketch": SKETCH_PARAMETERS if options.sketch else None,
+        "world_size": world,
+        "rank": current_rank(),
+        "meta": meta,
+    }
+
+
+def _model_fields(models: dict[str, torch.nn.Module]) -> dict[str, Any]:
+    """What the header says of the root models: device, classes and the module table."""
+    return {
+        "device": _device_of(models),
         "models": {
             name: {
                 "class": f"{type(_unwrapped(m)).__module__}.{type(_unwrapped(m)).__qualname__}",
@@ -361,11 +379,6 @@ def _header(
             for name, m in models.items()
         },
         "modules": _module_table(models),
-        "options": options.header(),
-        "sketch": SKETCH_PARAMETERS if options.sketch else None,
-        "world_size": world,
-        "rank": current_rank(),
-        "meta": meta,
     }
 
 

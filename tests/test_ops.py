@@ -324,6 +324,7 @@ def test_without_a_model_everything_is_recorded(tmp_path: Any) -> None:
         y = model(x)
         y + 1
     (rank,) = open_ranks(tmp_path / "t")
+    assert rank.header["models"][""]["class"].endswith("Linear"), "the header learns of the root"
     keys = [(r.step, r.call, r.op) for r in ops(rank)]
     assert keys == [(-1, -1, "aten.ones"), (-1, -1, "aten.mul"), (0, 0, "aten.addmm"), (0, -1, "aten.add")]
 

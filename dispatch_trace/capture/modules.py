@@ -154,6 +154,7 @@ class ModuleRecorder:
         """Makes the outermost module called the root of a recording that was given none."""
         table = self._tracer.table
         table.add_root("", module)
+        self._tracer.root_adopted(module)
         for each in list(table.modules()):
             self._wrap_forward(type(each))
         return table.get(module) or []

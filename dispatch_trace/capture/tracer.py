@@ -124,6 +124,10 @@ class OwnOps:
         self._lock.release()
 
 
+def _ignore(_: torch.nn.Module) -> None:
+    """Nobody wants to know which module became the root."""
+
+
 def _no_mode() -> Any:
     raise AssertionError("level='module' enters no dispatch mode")
 
@@ -164,6 +168,7 @@ class Tracer:
         self.upcoming_seq = 0
         self.faults: list[Exception] = []
         self.new_mode: Callable[[], Any] = _no_mode
+        self.root_adopted: Callable[[torch.nn.Module], None] = _ignore
         self._wanted: dict[str, tuple[bool, bool]] = {}
         self._steps: dict[str, int] = {}
         self.numbers = itertools.count()
