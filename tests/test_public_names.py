@@ -16,9 +16,11 @@ def test_every_public_name_is_there(name: str) -> None:
 
 def test_align_stays_the_function_when_the_subpackage_of_that_name_is_imported() -> None:
     code = (
-        "import dispatch_trace as dt; import dispatch_trace.align.pairs; from dispatch_trace.align import steps; "
-        "from dispatch_trace import align; "
-        "assert dt.align is align and dt.align.__name__ == 'align', dt.align; assert steps.chosen_steps(None) is None"
+        "import dispatch_trace as dt; import dispatch_trace.align.pairs\n"
+        "from dispatch_trace import align\n"
+        "from dispatch_trace.align import steps\n"
+        "assert dt.align is align and dt.align.__name__ == 'align', dt.align\n"
+        "assert steps.chosen_steps(None) is None"
     )
     result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
