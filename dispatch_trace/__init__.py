@@ -52,7 +52,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `dt.align` the function: importing the subpackage of that name would put a module in its place."""
+    """Keeps `dt.align` the function: importing the subpackage of that name would put a module there."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):
