@@ -200,17 +200,23 @@ class Comparer:
     def _from_sketches(self, a: StoredContent, b: StoredContent) -> Difference:
         if not a.stats or not b.stats:
             return unknown("no statistics were recorded")
+        huge = [
+            max(abs(float(content.stats.get(name) or 0.0)) for name in ("min", "max")) >= EXTREME
+            for content in (a, b)
+        ]
         counts = 0
         for name in ("nan", "posinf", "neginf"):
-            counts += abs(int(a.stats.get(name) or 0) - int(b.stats.get(name) or 0))
+            differs = abs(int(a.stats.get(name) or 0) - int(b.stats.get(name) or 0))
+            if differs and name != "nan" and any(huge):
+                return unknown("one side may write as a huge number what is infinite on the other")
+            counts += differs
         if counts:
             return Difference(rho=math.inf, nonfinite=counts, method="sketch")
         ref, target = self.ref.sketch(a.id), self.target.sketch(b.id)
         if ref is None or target is None:
             return unknown("no sketches were recorded")
-        for content in (a, b):
-            if max(abs(float(content.stats.get(name) or 0.0)) for name in ("min", "max")) >= EXTREME:
-                return unknown("values as large as a mask's drown the others in a sketch")
+        if any(huge):
+            return unknown("values as large as a mask's drown the others in a sketch")
         rho = float(relative_distance(target, ref))
         return Difference(
             equal=rho == 0.0, rho=rho, method="sketch", transform="" if a.shape == b.shape else "reshaped"

@@ -302,5 +302,17 @@ def view_path(program: Program, origin: Origin) -> tuple[Any, ...]:
 
 
 _NO_VIEW = frozenset(
-    ["clone", "detach", "alias", "contiguous", "_to_copy", "to", "lift_fresh", "lift", "lift_fresh_copy", "copy", "positive"]
+    [
+        "clone",
+        "detach",
+        "alias",
+        "contiguous",
+        "_to_copy",
+        "to",
+        "lift_fresh",
+        "lift",
+        "lift_fresh_copy",
+        "copy",
+        "positive",
+    ]
 )

@@ -18,7 +18,7 @@ from dispatch_trace.align.modules import host
 from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.pairs import Pairing, paired_slots, same_path
 from dispatch_trace.judge.findings import Finding
-from dispatch_trace.judge.noise import NoisePass, State
+from dispatch_trace.judge.noise import NoisePass, State, within
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 
 # Where numbers are kept, not what they are: never a finding.
@@ -60,10 +60,15 @@ class Blame:
         """For a wrong value that an op of the target made."""
         state = self._noise.state(value)
         region = self._region(value, state)
+        if state.link is not None and self._ref.records[state.link.ref[0]].kind == "param":
+            found = self._made_parameter(region, state, self._ref.records[state.link.ref[0]])
+            if found is not None:
+                return found
         for rule in (
             self._uninitialised,
             self._random,
             self._nonfinite,
+            self._crossed,
             self._modules,
             self._same_ops,
             self._missing_ops,
@@ -209,6 +214,20 @@ class Blame:
             )
         return None
 
+    def _crossed(self, region: Region, state: State) -> Finding | None:
+        """An operand that both sides know, and that is another one of them than in the reference."""
+        record, ref = region.target, region.ref
+        if ref is None or self._counterpart(record) is not ref or not (region.only_ref or region.only_target):
+            return None
+        for a, b in paired_slots(self._ref.inputs(ref), self._target.inputs(record)):
+            theirs, ours = self._ref.origins(ref, a), self._target.origins(record, b)
+            if len(theirs) != 1 or len(ours) != 1 or not self._holds_other(a, b):
+                continue
+            known = self._noise.state(ours[0].value).explained and self._noise.stands_for(theirs[0].value)
+            if known and not self._stands_for(theirs[0].value, ours[0].value):
+                return self._misdirected(record, b, theirs[0], ours[0], state)
+        return None
+
     def _same_ops(self, region: Region, state: State) -> Finding | None:
         """Nothing unpaired in between: an argument, an operand, or the op itself."""
         if region.only_target or region.only_ref or region.ref is None:
@@ -306,15 +325,27 @@ class Blame:
             "ref_ops": [r.op for r in region.only_ref],
             "target_ops": [r.op for r in region.only_target],
         }
-        candidates = [*region.only_target, region.target]
+        made = {(r.seq, slot.index) for r in region.only_ref for slot in self._ref.outputs(r)}
+        seat = self._not_passed(region.target, made) if region.ref is not None else region.target
+        if isinstance(seat, Call):
+            return self._finding(seat, None, "structure", evidence, state, where=region.target)
+        fused = next((r for r in region.only_ref if family(r.op) in _FUSED), None)
+        inside = [r for r in region.only_target if fused is None or self._same_body(fused, r)]
+        candidates = [*(inside or region.only_target), region.target]
+        if fused is not None and len(inside) > 2:
+            scaled = _other_scale(fused, inside)
+            if scaled is not None:
+                record, ref_scale, scale = scaled
+                evidence["arguments"] = {"scale": [ref_scale, scale]}
+                return self._finding(record, record.op, "argument", evidence, state)
+            return self._finding(candidates[0], None, "structure", evidence, state)
         chosen = next((r for r in candidates if not self._has_twin(r, region)), region.target)
-        op: str | None = chosen.op
-        fused = {family(r.op) for r in region.only_ref} & _FUSED
-        if fused and len(region.only_target) > 2:
-            op = None
-        if op is None and region.only_target:
-            chosen = region.only_target[0]
-        return self._finding(chosen, op, "structure", evidence, state)
+        return self._finding(chosen, chosen.op, "structure", evidence, state)
+
+    def _same_body(self, ref: StoredRecord, target: StoredRecord) -> bool:
+        """Whether two ops stand in paired calls, or in calls hosted by paired ones."""
+        theirs = host(self._ref.call_of(ref), self._pairing.calls)
+        return self._pairing.calls.get(theirs.key) == self._hosted(target).key
 
     # Regions ----------------------------------------------------------------------------------------
 
@@ -429,13 +460,19 @@ class Blame:
                 elif view is not record:
                     evidence["view"] = changed_arguments(self._view_twin(theirs[0], view), view)
                 return self._finding(view, view.op, "wiring", evidence, state)
-            evidence |= {
-                "expected": self._describe(self._ref, theirs[0].value),
-                "found": self._describe(self._target, ours[0].value),
-            }
-            seat = self._meeting(record, ours[0])
-            return self._finding(seat, record.op, "wiring", evidence, state, where=record)
+            return self._misdirected(record, b, theirs[0], ours[0], state)
         return None
+
+    def _misdirected(
+        self, record: StoredRecord, slot: StoredSlot, theirs: Origin, ours: Origin, state: State
+    ) -> Finding:
+        """An operand that comes from elsewhere."""
+        evidence = self._evidence(state) | {
+            "operand": slot.name.removeprefix("in."),
+            "expected": self._describe(self._ref, theirs.value),
+            "found": self._describe(self._target, ours.value),
+        }
+        return self._finding(self._meeting(record, ours), record.op, "wiring", evidence, state, where=record)
 
     def _holds_other(self, a: StoredSlot, b: StoredSlot) -> bool:
         """Whether the slots' values differ, as far as that is known; unknown counts as possible."""
@@ -446,8 +483,19 @@ class Blame:
         return True
 
     def _stands_for(self, ref: Value, target: Value) -> bool:
-        """Whether a value of the target was explained by, or belongs to, that value of the reference."""
-        return any(link.ref == ref for link in self._pairing.links.get(target, ()))
+        """Whether a value of the target is that value of the reference: the same op's, or equal up to noise."""
+        links = self._pairing.links.get(target, ())
+        state = self._noise.state(target)
+        for link in links:
+            if link.ref != ref:
+                continue
+            if link.method in ("op", "param"):
+                return True
+            found = self._pairing.compare(link)
+            if found.known:
+                return within(found, state.limit)
+            return not any(other.method in ("op", "param") for other in links)
+        return False
 
     def _differing_view(self, theirs: Origin, ours: Origin) -> StoredRecord | None:
         """The first view on the target's way that is not on the reference's."""
@@ -502,6 +550,15 @@ class Blame:
         return self._place(
             owner_path, call, reader.op, "parameter", evidence, state, None, hint=hint, at=reader
         )
+
+    def _made_parameter(self, region: Region, state: State, param: StoredRecord) -> Finding | None:
+        """A value that the target computes where the reference has a weight (codes and scales, say)."""
+        evidence = self._evidence(state) | {
+            "parameter": param.name,
+            "path": f"{param.module}.{param.name}" if param.module else param.name,
+            "target_ops": [r.op for r in region.only_target],
+        }
+        return self._finding(region.target, region.target.op, "parameter", evidence, state)
 
     def _program_input(self, value: Value) -> tuple[StoredRecord, StoredSlot] | None:
         """The root call that was given this leaf, if one was."""
@@ -687,6 +744,24 @@ def _walk(
 
 def _blind(record: StoredRecord, slot: StoredSlot) -> bool:
     return slot.name == "in.out" or (short(record.op) in ("copy", "fill", "zero") and slot.name == "in.self")
+
+
+def _other_scale(
+    fused: StoredRecord, written_out: Iterable[StoredRecord]
+) -> tuple[StoredRecord, float, float] | None:
+    """The op that scales attention scores otherwise than the fused op: (op, the fused scale, its own)."""
+    expected = dict(fused.args).get("scale")
+    factors: list[tuple[StoredRecord, float]] = []
+    for record in written_out:
+        other = dict(record.args).get("other")
+        if short(record.op) in ("mul", "div") and isinstance(other, (int, float)) and other:
+            factors.append((record, float(other) if short(record.op) == "mul" else 1.0 / float(other)))
+    if not isinstance(expected, (int, float)) or not factors:
+        return None
+    product = math.prod(factor for _, factor in factors)
+    if math.isclose(product, expected, rel_tol=1e-3):
+        return None
+    return factors[0][0], float(expected), product
 
 
 def _view_key(record: StoredRecord) -> tuple[str, str]:

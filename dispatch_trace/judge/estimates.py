@@ -26,12 +26,79 @@ MAX_GAIN = 1e6
 Measure = Callable[[StoredRecord, StoredSlot], Magnitude]
 
 _REDUCTIONS = frozenset(
-    ["sum", "mean", "var", "var_mean", "std", "norm", "linalg_vector_norm", "cumsum", "prod", "logsumexp", "nansum", "logcumsumexp", "cumprod", "trace", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d", "avg_pool1d", "mse_loss", "nll_loss_forward"]
+    [
+        "sum",
+        "mean",
+        "var",
+        "var_mean",
+        "std",
+        "norm",
+        "linalg_vector_norm",
+        "cumsum",
+        "prod",
+        "logsumexp",
+        "nansum",
+        "logcumsumexp",
+        "cumprod",
+        "trace",
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "adaptive_avg_pool2d",
+        "avg_pool1d",
+        "mse_loss",
+        "nll_loss_forward",
+    ]
 )
 _POWERS = {"rsqrt": 0.5, "sqrt": 0.5, "reciprocal": 1.0, "square": 2.0, "_foreach_sqrt": 0.5}
 # The derivative is at most about 1.
 _LIPSCHITZ = frozenset(
-    ["tanh", "sigmoid", "gelu", "silu", "relu", "elu", "selu", "celu", "mish", "softplus", "erf", "hardtanh", "hardsigmoid", "hardswish", "leaky_relu", "clamp", "clamp_min", "clamp_max", "sin", "cos", "atan", "maximum", "minimum", "threshold", "relu6", "abs", "neg", "log1p", "asinh", "max", "amax", "min", "amin", "topk", "sort", "max_pool2d", "max_pool2d_with_indices", "upsample_bilinear2d", "upsample_nearest2d", "upsample_bicubic2d", "log_sigmoid_forward", "_upsample_bilinear2d_aa", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d"]
+    [
+        "tanh",
+        "sigmoid",
+        "gelu",
+        "silu",
+        "relu",
+        "elu",
+        "selu",
+        "celu",
+        "mish",
+        "softplus",
+        "erf",
+        "hardtanh",
+        "hardsigmoid",
+        "hardswish",
+        "leaky_relu",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "sin",
+        "cos",
+        "atan",
+        "maximum",
+        "minimum",
+        "threshold",
+        "relu6",
+        "abs",
+        "neg",
+        "log1p",
+        "asinh",
+        "max",
+        "amax",
+        "min",
+        "amin",
+        "topk",
+        "sort",
+        "max_pool2d",
+        "max_pool2d_with_indices",
+        "upsample_bilinear2d",
+        "upsample_nearest2d",
+        "upsample_bicubic2d",
+        "log_sigmoid_forward",
+        "_upsample_bilinear2d_aa",
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "adaptive_avg_pool2d",
+    ]
 )
 _ADDITIVE = frozenset(["add", "sub", "rsub", "_foreach_add", "_foreach_sub", "lerp", "addcmul", "addcdiv"])
 

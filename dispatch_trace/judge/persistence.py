@@ -6,11 +6,15 @@ rewrite heals instead: the next result is right, though its input's error would 
 
 from __future__ import annotations
 
+from dispatch_trace.align.canon import family
 from dispatch_trace.align.graph import Value
 from dispatch_trace.judge.noise import NoisePass
 
-# An explained result that carries at least this share of the error predicted from its wrong inputs still has it.
+# An explained result that carries at least this share of the error predicted from its wrong inputs still has
+# it. Where an op only bounds how errors grow (softmax, norms), what arrives may be far below the prediction.
 CARRIED = 0.2
+CARRIED_BOUND = 0.02
+_EXACT_GAIN = frozenset({"linear", "conv", "add", "sub", "mul", "div", "concat"})
 
 
 def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[int]]) -> bool:
@@ -22,9 +26,9 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
     """
     target = noise.pairing.target
     culprit = target.records[value[0]]
-    if culprit.kind != "op":
-        return False
-    around = {call.record.seq for call in target.call_of(culprit).enclosing() if call.record is not None}
+    around: set[int] = set()  # what a wrong weight does to its own module shows already
+    if culprit.kind == "op" and not target.is_leaf(value):
+        around = {call.record.seq for call in target.call_of(culprit).enclosing() if call.record is not None}
     reached = healed = False
     seen = {value}
     todo = [value]
@@ -42,8 +46,9 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
                 after = noise.state(following)
                 if after.suspicious:
                     todo.append(following)
-                elif after.explained and after.rho is not None and after.rho < CARRIED * after.predicted:
-                    healed = True
+                elif after.explained and after.rho is not None:
+                    carried = CARRIED if family(target.records[seq].op) in _EXACT_GAIN else CARRIED_BOUND
+                    healed = healed or after.rho < carried * after.predicted
     return reached and not healed
 
 

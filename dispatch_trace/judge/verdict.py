@@ -205,12 +205,20 @@ class _Judge:
         found = []
         returned = module_values(self._noise)
         for value, state in list(self._noise.states.items()):
-            if state.wrong and not state.tainted and is_hidden(self._noise, value, returned):
-                self._reached.add(value)
+            if not state.wrong or state.tainted or not is_hidden(self._noise, value, returned):
+                continue
+            place, finding = value[0], None
+            if self._target.is_leaf(value):
+                readers = self._target.consumers.get(value)
+                if readers and self._target.records[value[0]].kind == "param":
+                    place = readers[0][0]
+                    finding = self._blame.leaf(value, self._target.records[place])
+            else:
                 finding = self._blame.value(value)
-                found.append(
-                    (value[0], replace(finding, evidence={**finding.evidence, "hidden_from_output": True}))
-                )
+            if finding is not None:
+                self._reached.add(value)
+                evidence = {**finding.evidence, "hidden_from_output": True}
+                found.append((place, replace(finding, evidence=evidence)))
         return found
 
     def _culprits(self, output: Output) -> list[tuple[int, Finding]]:
