@@ -44,6 +44,8 @@ QUEUE_RECORDS = 1 << 17
 BACKLOG_AGE_S = 1.5
 _POLL_S = 0.05
 _KICK_BYTES = 16 << 20
+_REST_BYTES = 4 << 20
+_REST_S = 0.6
 
 
 class _Request:
@@ -307,8 +309,22 @@ class TraceWriter:
                     self.drop(f"fault of the writer: {type(error).__name__}")
                     self._report("writer", error)
                     continue
-                self._kick.wait(_POLL_S)
+                while not self._kick.wait(_POLL_S) and self._may_rest():
+                    pass
                 self._kick.clear()
+
+    def _may_rest(self) -> bool:
+        """Whether what is queued can wait: little of it, not old, and all of it Python work.
+
+        Working it off at once would take the interpreter lock from the program in between its ops.
+        """
+        return (
+            self._pending_bytes < _REST_BYTES
+            and len(self._queue) < BATCH_RECORDS
+            and not self._batch
+            and not self._num_waiting
+            and self._age_s() < _REST_S
+        )
 
     def _drain(self) -> bool:
         """Works off what is queued; False when asked to end."""
