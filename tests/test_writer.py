@@ -225,6 +225,20 @@ def test_what_is_pending_reaches_the_disk_by_age(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_worker_that_is_behind_still_writes_large_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dispatch_trace.store.writer.BATCH_AGE_S", -1.0)  # everything is overdue
+    writer = TraceWriter(tmp_path / "t", {})
+    start = time.monotonic()
+    for seq in range(5000):
+        writer.put(RawRecord(seq, "op", step=0))
+    writer.close()
+    allowed = (time.monotonic() - start) / 0.25 + 3
+    num_frames = len(open_rank(tmp_path / "t")._entries)
+    assert num_frames <= allowed, f"{num_frames} frames: each costs a flush to the disk"
+
+
 def test_what_is_pending_reaches_the_disk_by_size(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t", {}, max_pending_bytes=1 << 20)
     for seq in range(8):

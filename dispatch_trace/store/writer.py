@@ -38,9 +38,10 @@ from dispatch_trace.store.batch import Batch, ContentTaker, DataBudget
 from dispatch_trace.store.files import RankFiles
 
 BATCH_BYTES = 64 << 20
-BATCH_RECORDS = 1 << 14
+BATCH_RECORDS = 1 << 13
 BATCH_AGE_S = 1.0  # half of what is promised, so that the write itself fits in
-QUEUE_RECORDS = 1 << 17
+BATCH_GAP_S = 0.25  # but no oftener, or a worker that is behind would write frames of one record
+QUEUE_RECORDS = 1 << 15
 BACKLOG_AGE_S = 1.5
 _POLL_S = 0.05
 _KICK_BYTES = 16 << 20
@@ -133,6 +134,7 @@ class TraceWriter:
         self._num_waiting = 0
         self._busy = False
         self._batch = Batch()
+        self._written_at = 0.0
         self._dropped: Counter[str] = Counter()
         self._perturbed: list[str] = []
         self._reported: set[str] = set()
@@ -347,10 +349,10 @@ class TraceWriter:
                 if (
                     batch.num_bytes >= self._batch_bytes
                     or len(batch.records) >= BATCH_RECORDS
-                    or time.monotonic() - batch.since > BATCH_AGE_S
+                    or self._is_due()
                 ):
                     self._write_batch()
-            if self._batch and (self._num_waiting or time.monotonic() - self._batch.since > BATCH_AGE_S):
+            if self._batch and (self._num_waiting or self._is_due()):
                 self._write_batch()
         finally:
             self._busy = False
@@ -358,6 +360,10 @@ class TraceWriter:
                 with self._room:
                     self._room.notify_all()
         return True
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        return now - self._batch.since > BATCH_AGE_S and now - self._written_at > BATCH_GAP_S
 
     def _take(self, item: RawRecord | LaterRecord | StepInfo | _Amendment) -> None:
         if isinstance(item, RawRecord):
@@ -400,6 +406,7 @@ class TraceWriter:
             self.drop("records not written", len(batch.records))
             self._report("write", error)
         finally:
+            self._written_at = time.monotonic()
             batch.parts.clear()
             self._release(batch.pinned_bytes)
 
