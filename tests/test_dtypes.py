@@ -20,6 +20,7 @@ from raw_records import open_rank, same_bits, write_trace
 
 from dispatch_trace.store import layouts
 from dispatch_trace.store.dtypes import SHARD_DTYPES, array_from_bytes, shard_shape, torch_type
+from dispatch_trace.store.unpack import num_parts, unpack
 
 ALL_DTYPES = sorted({str(d)[6:] for d in vars(torch).values() if isinstance(d, torch.dtype)})
 QUANTISED = [name for name in ALL_DTYPES if name.startswith(("qint", "quint"))]
@@ -343,8 +344,8 @@ def test_any_view_of_any_dtype_packs_and_unpacks(
             tensor = tensor.unsqueeze(0).expand(data.draw(st.integers(1, 3)), *tensor.shape)
     packed = layouts.pack(tensor)
     encoding = json.loads(json.dumps(packed.encoding))
-    assert layouts.num_parts(encoding) == len(packed.parts)
-    back = layouts.unpack(packed.parts, encoding)
+    assert num_parts(encoding) == len(packed.parts)
+    back = unpack(packed.parts, encoding)
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
     plain = tensor.view(carrier[tensor.element_size()]).contiguous().view(tensor.dtype)
     other = back.view(carrier[tensor.element_size()]).contiguous().view(tensor.dtype)

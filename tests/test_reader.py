@@ -20,10 +20,10 @@ from raw_records import content, op_record, open_rank, reserve_and_put, same_bit
 
 from dispatch_trace.errors import NotATraceError, NotExecutableError, SchemaVersionError, TraceFormatError
 from dispatch_trace.schema import SCHEMA_VERSION, RawRecord, RawSlot, StoredRecord
-from dispatch_trace.store import layouts
 from dispatch_trace.store.columns import decode_column, int_column, value_column
 from dispatch_trace.store.reader import open_ranks
 from dispatch_trace.store.records import RecordsFrame, encode_records
+from dispatch_trace.store.unpack import unpack
 from dispatch_trace.store.writer import TraceWriter
 
 
@@ -81,6 +81,20 @@ def test_index_without_a_header_is_a_format_error(tmp_path: Path) -> None:
     (tmp_path / "t" / "rank0" / "index-00000.msgpack").write_bytes(b"this is no msgpack \xc1\xff" * 9)
     with pytest.raises(TraceFormatError, match=r"no readable header.*broken at byte 0"):
         open_ranks(tmp_path / "t")
+
+
+def test_index_that_cannot_be_read_is_a_format_error(tmp_path: Path) -> None:
+    (tmp_path / "t" / "rank0" / "index-00000.msgpack").mkdir(parents=True)
+    with pytest.raises(TraceFormatError, match=r"no readable header.*cannot be read: Is a directory"):
+        open_ranks(tmp_path / "t")
+
+
+def test_rank_without_an_index_is_named(tmp_path: Path) -> None:
+    three_frames(tmp_path / "t")
+    (tmp_path / "t" / "rank1").mkdir()
+    reader = open_rank(tmp_path / "t")
+    assert reader.problems == ["rank1 has no index"]
+    assert not reader.complete
 
 
 def test_newer_schema_is_refused(tmp_path: Path) -> None:
@@ -337,19 +351,19 @@ def test_crafted_indices_raise_format_errors_only(tmp_path: Path) -> None:
 )
 def test_encodings_that_do_not_fit_are_refused(encoding: dict[str, Any]) -> None:
     with pytest.raises(TraceFormatError):
-        layouts.unpack([torch.arange(100.0)], encoding)
+        unpack([torch.arange(100.0)], encoding)
 
 
 def test_offsets_and_indices_outside_their_values_are_refused() -> None:
     values = torch.arange(6.0).view(3, 2)
     jagged = {"form": "jagged", "ragged_dim": 1, "min_length": None, "max_length": None, "parts": [{}, {}]}
-    assert layouts.unpack([values, torch.tensor([0, 1, 3])], jagged).is_nested
+    assert unpack([values, torch.tensor([0, 1, 3])], jagged).is_nested
     for offsets in ([0, 1, 9], [0, 2, 1], [-1, 1, 3]):
         with pytest.raises(TraceFormatError, match="offsets outside"):
-            layouts.unpack([values, torch.tensor(offsets)], jagged)
+            unpack([values, torch.tensor(offsets)], jagged)
     sparse = {"form": "sparse_coo", "shape": [4], "coalesced": False, "parts": [{}, {}]}
     with pytest.raises(TraceFormatError, match="does not fit"):
-        layouts.unpack([torch.tensor([[9]]), torch.ones(1)], sparse)
+        unpack([torch.tensor([[9]]), torch.ones(1)], sparse)
 
 
 # What comes back --------------------------------------------------------------------------------------

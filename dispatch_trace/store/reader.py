@@ -118,7 +118,10 @@ class RankReader:
             if segment.name != f"index-{number:05d}.msgpack":
                 self.problems.append(f"index-{number:05d}.msgpack is missing")
                 break
-            self._scan(segment, steps)
+            try:
+                self._scan(segment, steps)
+            except OSError as error:
+                self.problems.append(f"{segment.name} cannot be read: {error.strerror}")
         if not self.header:
             raise TraceFormatError(
                 f"{path} has no readable header: {'; '.join(self.problems) or 'no frames'}"
@@ -246,7 +249,8 @@ class RankReader:
           NotExecutableError: no data was kept.
           TraceFormatError: the shard that holds it is missing or corrupt.
         """
-        from dispatch_trace.store import layouts
+        from dispatch_trace.store.layouts import content_hash
+        from dispatch_trace.store.unpack import empty_part, num_parts, unpack
 
         frame = self._frame_of(id)
         content = frame.content(id)
@@ -258,13 +262,13 @@ class RankReader:
         shard_number, number = frame.place(id)
         shard = self._shard(shard_number)
         parts = []
-        for offset in range(layouts.num_parts(content.encoding)):
+        for offset in range(num_parts(content.encoding)):
             dtype, shape, num_bytes = shard.entry(number + offset)
-            part, memory = layouts.empty_part(*torch_type(dtype, shape), num_bytes)
+            part, memory = empty_part(*torch_type(dtype, shape), num_bytes)
             shard.read_into(number + offset, memory)
             parts.append(part)
-        tensor = layouts.unpack(parts, content.encoding)
-        self._check_hash(content, layouts.content_hash(tensor), shard)
+        tensor = unpack(parts, content.encoding)
+        self._check_hash(content, content_hash(tensor), shard)
         return tensor
 
     # Soundness ------------------------------------------------------------------------------------
