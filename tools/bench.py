@@ -8,8 +8,8 @@ each `save` (op level) and with statistics of modules only. Every repetition run
 that drift of a shared machine hits all alike. A row is timed over several calls of the model inside one
 recording: `ms_*` is what the program waited for; `drained` adds the wait until everything is on disk.
 
-The JSON is a list of {size, threads, pass, row, ms_min, ms_median, ratio_min, us_per_op, drained_ratio_min,
-num_ops}; `us_per_op` is the time added to each op that reaches the dispatcher.
+The JSON is a list of {size, threads, pass, row, ms_min, ms_median, ratio_min, ratio_median, us_per_op,
+drained_ratio_min, num_ops}; `us_per_op` is the least time added to each op that reaches the dispatcher.
 """
 
 from __future__ import annotations
@@ -116,20 +116,22 @@ ROWS: dict[str, Context] = {
 }
 
 
-def measure(context: Any, run: Callable[[], Any], calls: int) -> tuple[float, float]:
-    """Seconds per call that the program sees, and the same until everything is on disk."""
+def measure(context: Any, run: Callable[[], Any], calls: int) -> tuple[list[float], float]:
+    """Seconds that the program sees of each call, and the mean of them until everything is on disk."""
+    seen = []
     with context as recording:
         run()  # first call: parameters, caches
         if isinstance(recording, dt.record):
             recording.flush()
         start = time.perf_counter()
         for _ in range(calls):
+            before = time.perf_counter()
             run()
-        seen = time.perf_counter() - start
+            seen.append(time.perf_counter() - before)
         if isinstance(recording, dt.record):
             recording.flush()
         drained = time.perf_counter() - start
-    return seen / calls, drained / calls
+    return seen, drained / calls
 
 
 def bench(size: str, threads: int, backward: bool, repeats: int) -> list[dict[str, Any]]:
@@ -152,31 +154,34 @@ def bench(size: str, threads: int, backward: bool, repeats: int) -> list[dict[st
     with counter:
         run()
     folder = Path(tempfile.mkdtemp(prefix="dispatch_trace_bench_"))
-    times: dict[str, list[tuple[float, float]]] = {row: [] for row in ROWS}
+    times: dict[str, list[float]] = {row: [] for row in ROWS}
+    drained: dict[str, list[float]] = {row: [] for row in ROWS}
     try:
         for repeat in range(repeats + 1):
             for row, context in ROWS.items():
                 path = folder / "trace"
                 shutil.rmtree(path, ignore_errors=True)
-                timed = measure(context(model, path), run, CALLS[size])
+                seen, until_on_disk = measure(context(model, path), run, CALLS[size])
                 if repeat:  # the first round warms up
-                    times[row].append(timed)
+                    times[row] += seen
+                    drained[row].append(until_on_disk)
             print(f"\r{size} {repeat}/{repeats}", end="", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print("\r", end="", file=sys.stderr)
-    base = min(t for t, _ in times["none"])
+    base = min(times["none"])
     return [
         {
             "size": size,
             "threads": threads,
             "pass": "fwd+bwd" if backward else "fwd",
             "row": row,
-            "ms_min": 1e3 * min(t for t, _ in found),
-            "ms_median": 1e3 * statistics.median(t for t, _ in found),
-            "ratio_min": min(t for t, _ in found) / base,
-            "us_per_op": 1e6 * (min(t for t, _ in found) - base) / counter.count,
-            "drained_ratio_min": min(t for _, t in found) / base,
+            "ms_min": 1e3 * min(found),
+            "ms_median": 1e3 * statistics.median(found),
+            "ratio_min": min(found) / base,
+            "ratio_median": statistics.median(found) / statistics.median(times["none"]),
+            "us_per_op": 1e6 * (min(found) - base) / counter.count,
+            "drained_ratio_min": min(drained[row]) / min(drained["none"]),
             "num_ops": counter.count,
         }
         for row, found in times.items()
@@ -186,11 +191,11 @@ def bench(size: str, threads: int, backward: bool, repeats: int) -> list[dict[st
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{'size':5} {'threads':>7} {'pass':8} {'row':16} {'min ms':>9} {'median':>9} {'ratio':>6} "
-        f"{'drained':>8} {'added us/op':>12}"
+        f"{'of medians':>10} {'drained':>8} {'added us/op':>12}"
     ]
     lines += [
         f"{r['size']:5} {r['threads']:>7} {r['pass']:8} {r['row']:16} {r['ms_min']:>9.3f} {r['ms_median']:>9.3f} "
-        f"{r['ratio_min']:>6.2f} {r['drained_ratio_min']:>8.2f} {r['us_per_op']:>12.2f}"
+        f"{r['ratio_min']:>6.2f} {r['ratio_median']:>10.2f} {r['drained_ratio_min']:>8.2f} {r['us_per_op']:>12.2f}"
         for r in rows
     ]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ a count and an append. Records are put together by the writer's thread from what
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from dispatch_trace.schema import LaterRecord, RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
 _Tensor = torch.Tensor
+_meta = operator.attrgetter("shape", "dtype")  # both in one call
 
 
 # A tensor among frozen values: a tuple, which nothing else becomes.
@@ -32,7 +34,7 @@ _FLUSH_AFTER_S = 0.5
 def freeze(value: Any) -> Any:
     """A value without its tensors, and safe from later changes."""
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
+        return _meta(value)
     if isinstance(value, (list, tuple)):
         if value and type(value[0]) is int:
             return list(value)  # sizes, strides, dims: the dispatcher takes no mixed lists
@@ -81,15 +83,11 @@ class MetaRecorder(OpRecorder):
                         info,
                         n,
                         [
-                            v
-                            if type(v) in PLAIN
-                            else (v.shape, v.dtype)
-                            if type(v) in PLAIN_TENSORS
-                            else freeze(v)
+                            v if type(v) in PLAIN else _meta(v) if type(v) in PLAIN_TENSORS else freeze(v)
                             for v in args
                         ],
                         {k: freeze(v) for k, v in kwargs.items()} if kwargs else None,
-                        (out.shape, out.dtype) if type(out) is _Tensor else freeze(out),
+                        _meta(out) if type(out) is _Tensor else freeze(out),
                         self._number,
                     )
                 )
@@ -116,12 +114,20 @@ class MetaRecorder(OpRecorder):
         self._append((op_record, seq, frame, info, n, freeze(args), named, freeze(out), self._number))
         self.flush()
 
-    def note_module(self, frame: Frame, outputs: Sequence[tuple[str, Any]], note: str) -> None:
-        """Notes that a module call has ended."""
-        self.last = seq = self._next()
-        self._append((module_record, seq, frame, outputs, note, self._number))
-        if frame.is_root or len(self._rows) > _ROWS or time.monotonic() - self._flushed > _FLUSH_AFTER_S:
-            self.flush()
+    def note_module(self, frame: Frame, out: Any, note: str = "") -> None:
+        """Notes that a module call has ended, with what it returned (None where it raised)."""
+        try:
+            self.last = seq = self._next()
+            leaves = [] if note.startswith("raised") else leaves_of_output(out)
+            self._append((module_record, seq, frame, leaves, note, self._number))
+            waiting = len(self._rows)
+            if frame.is_root or waiting > _ROWS or (waiting & 15 == 0 and self._is_late()):
+                self.flush()
+        except Exception as error:
+            self._tracer.fault(error)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._flushed > _FLUSH_AFTER_S
 
     def upcoming_seq(self) -> int:
         return self.last + 1
@@ -174,14 +180,14 @@ def op_record(
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """Names and frozen values of a module call's arguments."""
     if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
-        return [("in[0]", (args[0].shape, args[0].dtype))]
+        return [("in[0]", _meta(args[0]))]
     return [(name, freeze(value)) for name, value in flatten_arguments(args, kwargs)]
 
 
 def leaves_of_output(out: Any) -> list[tuple[str, Any]]:
     """Names and frozen values of what a module call returned."""
     if type(out) is torch.Tensor:
-        return [("out", (out.shape, out.dtype))]
+        return [("out", _meta(out))]
     return [(name, freeze(value)) for name, value in flatten(out, "out")]
 
 

@@ -24,6 +24,9 @@ from dispatch_trace.schema import RawRecord
 
 _MISSING = object()
 _current_node = torch._C._current_autograd_node
+_is_compiling = torch.compiler.is_compiling
+_call_impl = torch.nn.Module._call_impl
+_has_any_global_hook = torch.nn.modules.module._has_any_global_hook
 
 
 class ModuleRecorder:
@@ -38,6 +41,7 @@ class ModuleRecorder:
         self._original_call: Any = None
         self._wrapper: Any = None
         self._wrapped_forwards: dict[type, Any] = {}
+        self._bodies: dict[type, tuple[Any, Any]] = {}
 
     def install(self) -> None:
         """Wraps `nn.Module.__call__`, and `forward` of every class in the table."""
@@ -47,17 +51,22 @@ class ModuleRecorder:
         # A wrapper costs the program stack depth, and deep models come close to the limit: where
         # nobody else has wrapped it, torch's own first frame is stepped over.
         plain = original.__name__ == "_wrapped_call_impl"
+        bodies = self._bodies
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not tracer.active:
+            if not tracer.active or _is_compiling():
                 return original(module, *args, **kwargs)
             opened = begin(module, args, kwargs)
             if opened is None:
                 return original(module, *args, **kwargs)
             try:
                 if plain and module._compiled_call_impl is None:
-                    out = module._call_impl(*args, **kwargs)
+                    body = bodies.get(type(module))
+                    if body is not None and _calls_forward_only(module, body[0]):
+                        out = body[1](module, *args, **kwargs)
+                    else:
+                        out = module._call_impl(*args, **kwargs)
                 else:
                     out = original(module, *args, **kwargs)
             except BaseException as error:
@@ -95,7 +104,7 @@ class ModuleRecorder:
 
         @functools.wraps(original)
         def forward(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not tracer.active:
+            if not tracer.active or _is_compiling():
                 return original(self, *args, **kwargs)
             frame = tracer.state.frame
             if frame is not None and frame.module is self:
@@ -116,6 +125,7 @@ class ModuleRecorder:
         except (AttributeError, TypeError):  # a class that forbids it: its calls are still seen
             return
         self._wrapped_forwards[cls] = (forward, own)
+        self._bodies[cls] = (forward, original)
 
     # -- one call ------------------------------------------------------------------------------------
 
@@ -170,6 +180,13 @@ class ModuleRecorder:
         return state
 
     def _end(self, frame: Frame, out: Any) -> None:
+        state = self._tracer.state
+        if type(state.mode) is meta.MetaRecorder and not (frame.is_root or torch.is_grad_enabled()):
+            # Nothing to undo and nothing to look at but a shape: the short way.
+            state.frame = frame.parent
+            if frame.records_module:
+                state.mode.note_module(frame, out)
+            return
         self._leave(self._unwind(frame), frame, out, "")
 
     def _fail(self, frame: Frame, error: BaseException) -> None:
@@ -231,11 +248,11 @@ class ModuleRecorder:
             if not note and id(frame.module) in tracer.table.compiled:
                 note = "opaque: compiled region"
             if tracer.storages is None:
-                outputs = () if out is _MISSING else meta.leaves_of_output(out)
                 if state.mode is None:
-                    tracer.put_later(meta.module_record, frame, outputs, note, state.number)
+                    leaves = [] if out is _MISSING else meta.leaves_of_output(out)
+                    tracer.put_later(meta.module_record, frame, leaves, note, state.number)
                 else:
-                    state.mode.note_module(frame, outputs, note)
+                    state.mode.note_module(frame, None if out is _MISSING else out, note)
                 return
             slots = frame.inputs
             first = len(slots)
@@ -265,6 +282,26 @@ class ModuleRecorder:
             )
         except Exception as error:
             tracer.fault(error)
+
+
+def _calls_forward_only(module: torch.nn.Module, wrapper: Any) -> bool:
+    """Whether calling the module comes down to its class's forward: no hook, no tracing, no replacement.
+
+    The same question that `nn.Module._call_impl` asks first; answered here, the call costs two Python
+    frames less, which is about what the recorder adds.
+    """
+    cls = type(module)
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or cls.forward is not wrapper
+        or cls._call_impl is not _call_impl
+        or _has_any_global_hook()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _is_compiled_class(cls: type) -> bool:
