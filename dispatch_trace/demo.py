@@ -243,5 +243,5 @@ def _place(alignment: Alignment, first: Finding) -> str:
     """The parameter to blame where there is one, else the op."""
     parameter = text.parameter_of(alignment, first)
     if parameter is not None:
-        return parameter
+        return parameter if "." in parameter else f"{module_name(first.module)}.{parameter}"
     return f"{module_name(first.module)}  {shorten((first.op or '').removeprefix('aten.'), 24)}"

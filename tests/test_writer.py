@@ -624,19 +624,6 @@ def test_worker_leaves_the_programs_cores_alone(tmp_path: Path) -> None:
     assert [record.seq for record in open_rank(tmp_path / "t").records()] == [0, 1]
 
 
-def test_put_is_cheap(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path / "t", {})
-    records = [RawRecord(seq, "op", step=0) for seq in range(5000)]
-    fastest_us = float("inf")
-    for start in range(0, 5000, 100):
-        before = time.perf_counter()
-        for record in records[start : start + 100]:
-            writer.put(record)
-        fastest_us = min(fastest_us, (time.perf_counter() - before) * 1e4)
-    writer.close()
-    assert fastest_us < 3, f"{fastest_us:.1f} us a put"
-
-
 @pytest.mark.slow
 def test_recording_4_gb_stays_within_the_bound(tmp_path: Path) -> None:
     source = """

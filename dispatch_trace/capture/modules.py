@@ -12,6 +12,7 @@ carry the recorder into copies and pickles of the model.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _MISSING = object()
 _current_node = torch._C._current_autograd_node
 _is_compiling = torch.compiler.is_compiling
 _call_impl = torch.nn.Module._call_impl
-_has_any_global_hook = torch.nn.modules.module._has_any_global_hook
+_has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
 
 class ModuleRecorder:
