@@ -142,8 +142,16 @@ class ModuleRecorder:
                 return None
             paths = self._adopt(module)
         parent = state.frame
-        if parent is not None and id(module) in tracer.table.compiled:
-            return None  # a compiled submodule: its region is its parent's
+        if parent is not None:
+            if id(module) in tracer.table.compiled:
+                return None  # a compiled submodule: its region is its parent's
+            if (
+                type(state.mode) is meta.MetaRecorder
+                and len(paths) == 1
+                and not torch.is_grad_enabled()
+                and _current_node() is None
+            ):
+                return self._enter_plainly(state, module, paths[0], parent, args, kwargs)
         frame = None
         try:
             frame = self._enter(state, module, paths, parent, args, kwargs)
@@ -158,6 +166,31 @@ class ModuleRecorder:
             frame.mode.start()
         if frame.is_root:
             tracer.root_entered(frame.model)
+        state.frame = frame
+        return frame
+
+    def _enter_plainly(
+        self,
+        state: ThreadState,
+        module: torch.nn.Module,
+        site: tuple[str, str],
+        parent: Frame,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Frame:
+        """As `_enter` where nothing can be special: a call inside a call, no values, no gradients."""
+        tracer = self._tracer
+        model, path = site
+        step = parent.step
+        ops, returns = tracer.wanted(path, step)
+        call = tracer.counters.next_call(model, step, "fwd", path)
+        frame = Frame(model, path, call, "fwd", step, module, parent, ops, returns)
+        frame.opened = state.mode.last + 1
+        if returns and tracer.options.inputs:
+            try:
+                frame.inputs = meta.leaves_of(args, kwargs)
+            except Exception as error:
+                tracer.fault(error)
         state.frame = frame
         return frame
 
