@@ -114,6 +114,7 @@ class Program:
         self.roots: list[Call] = []
         self.params: dict[tuple[str, str, str], list[StoredRecord]] = defaultdict(list)
         self.consumers: dict[Value, list[tuple[int, int]]] = defaultdict(list)
+        self._param_contents: dict[int, Value] = {}
         self._origins: dict[Value, tuple[Origin, ...]] = {}
         self._edges: dict[int, StoredSlot | None] = {}
         for count, record in enumerate(reader.records()):
@@ -128,7 +129,11 @@ class Program:
         for record in self.records.values():
             if record.kind == "param":
                 self.params[(record.model, record.module, record.name)].append(record)
-            elif record.kind == "op" and not self.is_edge(record):
+                for slot in record.slots:
+                    if slot.content >= 0:
+                        self._param_contents.setdefault(slot.content, (record.seq, slot.index))
+        for record in self.records.values():
+            if record.kind == "op" and not self.is_edge(record):
                 for slot in record.slots:
                     if slot.role == "in" and slot.is_tensor:
                         for origin in self.origins(record, slot):
@@ -172,7 +177,9 @@ class Program:
             for origin in self._origins_of((seq, index)):
                 found.setdefault(origin.value, origin)
         if not found:
-            return (Origin((record.seq, slot.index)),)
+            # An inner tensor of a parameter (a quantised weight's codes) is that parameter's.
+            inner = self._param_contents.get(slot.content) if slot.leaf and record.kind != "param" else None
+            return (Origin(inner if inner is not None else (record.seq, slot.index)),)
         if len(found) > 1:
             # Written piece by piece: what was only allocated is no part of the value.
             written = [o for o in found.values() if not is_empty(self.records[o.value[0]])]
@@ -217,7 +224,7 @@ class Program:
         slot = record.slots[value[1]]
         result: tuple[Origin, ...]
         if slot.role == "in":
-            result = self.origins(record, slot) if slot.producers else (Origin(value),)
+            result = self.origins(record, slot)
         else:
             source = self.edge(record)
             if source is None:

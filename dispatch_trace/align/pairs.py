@@ -63,7 +63,7 @@ class Link:
     Attributes:
       ref, target: the values.
       ref_content, target_content: what to compare, by number; -1 where nothing was recorded.
-      method: "op", "operand", "module", "param" or "input".
+      method: "op", "edge", "operand", "module", "param" or "input".
       slots: (ref seq, ref slot index, target seq, target slot index) of the place where they meet.
     """
 
@@ -227,34 +227,43 @@ def _link_modules(pairing: Pairing) -> None:
 def _link_ops(pairing: Pairing) -> None:
     for pair in list(pairing.ops.values()):
         ref, target = pairing.ref.records[pair.ref], pairing.target.records[pair.target]
-        for a, b in paired_slots(pairing.ref.outputs(ref), pairing.target.outputs(target)):
-            _link_slots(pairing, ref, a, target, b, "op")
+        for a, b in paired_slots(ref, pairing.ref.outputs(ref), target, pairing.target.outputs(target)):
+            _link_slots(pairing, ref, a, target, b, "edge" if pairing.target.is_edge(target) else "op")
         if is_factory(target):
             continue
-        for a, b in paired_slots(pairing.ref.inputs(ref), pairing.target.inputs(target)):
+        for a, b in paired_slots(ref, pairing.ref.inputs(ref), target, pairing.target.inputs(target)):
             _link_slots(pairing, ref, a, target, b, "operand")
 
 
-def paired_slots(ref: list[StoredSlot], target: list[StoredSlot]) -> list[tuple[StoredSlot, StoredSlot]]:
-    """Slots of two ops that mean the same: by name, a lone one with the first."""
-    names = {_plain_name(slot.name): slot for slot in ref}
-    found = [(names[_plain_name(s.name)], s) for s in target if _plain_name(s.name) in names]
-    if not found and ref and target and (len(ref) == 1 or len(target) == 1):
-        return [(ref[0], target[0])]
+def paired_slots(
+    ref: StoredRecord, ref_slots: list[StoredSlot], target: StoredRecord, target_slots: list[StoredSlot]
+) -> list[tuple[StoredSlot, StoredSlot]]:
+    """Slots of two ops that mean the same; a lone one goes with the first."""
+    roles = {slot_role(ref, slot): slot for slot in ref_slots}
+    found = [(roles[slot_role(target, s)], s) for s in target_slots if slot_role(target, s) in roles]
+    if not found and ref_slots and target_slots and (len(ref_slots) == 1 or len(target_slots) == 1):
+        return [(ref_slots[0], target_slots[0])]
     return found
 
 
-_ALIASES = {
-    "out": "out[0]",
-    "out.self": "out[0]",
-    "out.out": "out[0]",
-    "in.mat1": "in.input",
-    "in.mat2": "in.weight",
+# Arguments of products go by different names in different ops.
+_PRODUCT_ROLES = {
+    "addmm": {"in.self": "bias", "in.mat1": "input", "in.mat2": "weight"},
+    "baddbmm": {"in.self": "bias", "in.batch1": "input", "in.batch2": "weight"},
+    "mm": {"in.self": "input", "in.mat2": "weight"},
+    "bmm": {"in.self": "input", "in.mat2": "weight"},
+    "matmul": {"in.self": "input", "in.other": "weight"},
+    "linear": {"in.input": "input", "in.weight": "weight", "in.bias": "bias"},
 }
+_FIRST_OUTPUT = frozenset({"out", "out.self", "out.out"})
 
 
-def _plain_name(name: str) -> str:
-    return _ALIASES.get(name, name)
+def slot_role(record: StoredRecord, slot: StoredSlot) -> str:
+    """What a slot is to its op, under one name for all ops that compute the same."""
+    roles = _PRODUCT_ROLES.get(short(record.op))
+    if roles is not None and slot.name in roles:
+        return roles[slot.name]
+    return "out[0]" if slot.name in _FIRST_OUTPUT else slot.name
 
 
 def _link_slots(

@@ -16,7 +16,7 @@ from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.modules import host
 from dispatch_trace.align.ops import scalars
-from dispatch_trace.align.pairs import Pairing, paired_slots, same_path
+from dispatch_trace.align.pairs import Pairing, paired_slots, same_path, slot_role
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, State, within
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
@@ -61,13 +61,12 @@ class Blame:
         state = self._noise.state(value)
         region = self._region(value, state)
         if state.link is not None and self._ref.records[state.link.ref[0]].kind == "param":
-            found = self._made_parameter(region, state, self._ref.records[state.link.ref[0]])
-            if found is not None:
-                return found
+            return self._made_parameter(region, state, self._ref.records[state.link.ref[0]])
         for rule in (
             self._uninitialised,
             self._random,
             self._nonfinite,
+            self._quantised,
             self._crossed,
             self._modules,
             self._same_ops,
@@ -214,12 +213,22 @@ class Blame:
             )
         return None
 
+    def _quantised(self, region: Region, state: State) -> Finding | None:
+        """A result that is wrong beyond what its weight's codes and scales may cost."""
+        for record in (*region.only_target, region.target):
+            for slot in self._target.inputs(record):
+                for origin in self._target.origins(record, slot):
+                    codes = self._noise.codes.get(origin.value)
+                    if codes is not None:
+                        return self._made_parameter(region, state, codes.weight)
+        return None
+
     def _crossed(self, region: Region, state: State) -> Finding | None:
         """An operand that both sides know, and that is another one of them than in the reference."""
         record, ref = region.target, region.ref
         if ref is None or self._counterpart(record) is not ref or not (region.only_ref or region.only_target):
             return None
-        for a, b in paired_slots(self._ref.inputs(ref), self._target.inputs(record)):
+        for a, b in paired_slots(ref, self._ref.inputs(ref), record, self._target.inputs(record)):
             theirs, ours = self._ref.origins(ref, a), self._target.origins(record, b)
             if len(theirs) != 1 or len(ours) != 1 or not self._holds_other(a, b):
                 continue
@@ -249,21 +258,22 @@ class Blame:
 
     def _lost_operand(self, record: StoredRecord, ref: StoredRecord, state: State) -> Finding | None:
         """A tensor argument that only one side passes."""
-        ours = {slot.name for slot in self._target.inputs(record)}
-        theirs = {slot.name: slot for slot in self._ref.inputs(ref)}
+        ours = {slot_role(record, slot) for slot in self._target.inputs(record)}
+        theirs = {slot_role(ref, slot): slot for slot in self._ref.inputs(ref)}
         evidence = self._evidence(state)
-        for name, slot in theirs.items():
-            if name not in ours and record.overload == ref.overload:
+        if family(record.op) != family(ref.op):
+            return None
+        for role, slot in theirs.items():
+            if role not in ours:
                 source = self._ref.origins(ref, slot)[0].value
-                evidence["arguments"] = {name.removeprefix("in."): [self._describe(self._ref, source), None]}
+                evidence["arguments"] = {role.removeprefix("in."): [self._describe(self._ref, source), None]}
                 seat = self._not_passed(record, {source})
                 return self._finding(seat, record.op, "argument", evidence, state, where=record)
-        extra = [slot for slot in self._target.inputs(record) if slot.name not in theirs]
-        if extra and record.overload == ref.overload:
+        extra = [slot for slot in self._target.inputs(record) if slot_role(record, slot) not in theirs]
+        if extra:
             source = self._target.origins(record, extra[0])[0].value
-            evidence["arguments"] = {
-                extra[0].name.removeprefix("in."): [None, self._describe(self._target, source)]
-            }
+            name = slot_role(record, extra[0]).removeprefix("in.")
+            evidence["arguments"] = {name: [None, self._describe(self._target, source)]}
             return self._finding(record, record.op, "argument", evidence, state)
         return None
 
@@ -305,7 +315,8 @@ class Blame:
         body = host(self._ref.call_of(last), self._pairing.calls)
         mine = self._hosted(region.target)
         if self._pairing.calls.get(body.key) == mine.key or self._fed_by_constant(region):
-            return self._finding(region.target, region.target.op, "structure", evidence, state)
+            op = region.target.op if region.target.kind == "op" else last.op
+            return self._finding(region.target, op, "structure", evidence, state)
         path = self._pairing.renames.apply(last.module)
         call = self._target.calls.get(self._pairing.calls.get(body.key, body.key))
         return self._place(path, call or body, last.op, "structure", evidence, state, region)
@@ -410,7 +421,9 @@ class Blame:
     def _fed_by_constant(self, region: Region) -> bool:
         """Whether the reader takes a constant of the program where the reference computes something."""
         assert region.ref is not None
-        for a, b in paired_slots(self._ref.inputs(region.ref), self._target.inputs(region.target)):
+        for a, b in paired_slots(
+            region.ref, self._ref.inputs(region.ref), region.target, self._target.inputs(region.target)
+        ):
             ours = self._target.origins(region.target, b)
             theirs = self._ref.origins(region.ref, a)
             computed = any(o.value[0] in {r.seq for r in region.only_ref} for o in theirs)
@@ -444,7 +457,7 @@ class Blame:
 
     def _wiring(self, record: StoredRecord, ref: StoredRecord, state: State) -> Finding | None:
         """An operand that comes from elsewhere, or is looked at in another way."""
-        for a, b in paired_slots(self._ref.inputs(ref), self._target.inputs(record)):
+        for a, b in paired_slots(ref, self._ref.inputs(ref), record, self._target.inputs(record)):
             theirs, ours = self._ref.origins(ref, a), self._target.origins(record, b)
             if len(theirs) != 1 or len(ours) != 1:
                 continue
@@ -456,8 +469,14 @@ class Blame:
                 if view is None:
                     if a.shape == b.shape and same_path(self._ref, theirs[0], self._target, ours[0]):
                         continue
+                    lost = self._lost_view(theirs[0], ours[0])
+                    if lost is not None:
+                        call = self._ref.call_of(lost)
+                        path = self._pairing.renames.apply(lost.module)
+                        evidence["missing_op"] = lost.op
+                        return self._place(path, call, lost.op, "wiring", evidence, state, None, at=record)
                     view = record
-                elif view is not record:
+                else:
                     evidence["view"] = changed_arguments(self._view_twin(theirs[0], view), view)
                 return self._finding(view, view.op, "wiring", evidence, state)
             return self._misdirected(record, b, theirs[0], ours[0], state)
@@ -485,17 +504,14 @@ class Blame:
     def _stands_for(self, ref: Value, target: Value) -> bool:
         """Whether a value of the target is that value of the reference: the same op's, or equal up to noise."""
         links = self._pairing.links.get(target, ())
-        state = self._noise.state(target)
-        for link in links:
-            if link.ref != ref:
-                continue
-            if link.method in ("op", "param"):
-                return True
-            found = self._pairing.compare(link)
-            if found.known:
-                return within(found, state.limit)
-            return not any(other.method in ("op", "param") for other in links)
-        return False
+        mine = [link for link in links if link.ref == ref]
+        if any(link.method in ("op", "param") for link in mine):
+            return True
+        limit = self._noise.state(target).limit
+        found = [difference for difference in map(self._pairing.compare, mine) if difference.known]
+        if found:
+            return any(within(difference, limit) for difference in found)
+        return bool(mine) and not any(link.method in ("op", "param") for link in links)
 
     def _differing_view(self, theirs: Origin, ours: Origin) -> StoredRecord | None:
         """The first view on the target's way that is not on the reference's."""
@@ -505,6 +521,18 @@ class Blame:
             key = _view_key(record)
             if key in expected:
                 expected.remove(key)
+            elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
+                return record
+        return None
+
+    def _lost_view(self, theirs: Origin, ours: Origin) -> StoredRecord | None:
+        """The first view on the reference's way that is not on the target's."""
+        present = [_view_key(self._target.records[seq]) for seq in ours.edges]
+        for seq in theirs.edges:
+            record = self._ref.records[seq]
+            key = _view_key(record)
+            if key in present:
+                present.remove(key)
             elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
                 return record
         return None
@@ -551,7 +579,7 @@ class Blame:
             owner_path, call, reader.op, "parameter", evidence, state, None, hint=hint, at=reader
         )
 
-    def _made_parameter(self, region: Region, state: State, param: StoredRecord) -> Finding | None:
+    def _made_parameter(self, region: Region, state: State, param: StoredRecord) -> Finding:
         """A value that the target computes where the reference has a weight (codes and scales, say)."""
         evidence = self._evidence(state) | {
             "parameter": param.name,

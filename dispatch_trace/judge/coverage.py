@@ -168,7 +168,9 @@ class _Rows:
         pairing = self._pairing
         if program is pairing.target:
             state = self._noise.states.get(value)
-            return state.explained if state is not None else None
+            if state is None or (state.wrong and value[0] not in pairing.ops):
+                return None
+            return state.explained
         links = [link for link in pairing.ref_links.get(value, ()) if pairing.compare(link).known]
         if not links:
             return None

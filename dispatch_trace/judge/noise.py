@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from dispatch_trace.align.canon import DISCRETE, dtype_class, is_empty, is_factory, short
 from dispatch_trace.align.content import SKETCH_FLOOR, Difference
-from dispatch_trace.align.graph import Call, Origin, Program, Value
+from dispatch_trace.align.graph import Call, Origin, Program, Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, own_noise, roundoff
 from dispatch_trace.judge.magnitudes import Magnitudes
-from dispatch_trace.judge.quantised import quantisation_noise
+from dispatch_trace.judge.quantised import Codes, codes_of, quantisation_noise
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # A row may be this many times as wrong as a whole tensor is allowed to be, before it counts by itself.
@@ -26,6 +26,8 @@ ROW_FACTOR = 10.0
 # Noise that an op makes larger than this says nothing any more about what stands behind it.
 GARBAGE = 0.25
 STEEP = 4.0
+# Integer tensors smaller than this are indices or sizes, not codes of a weight.
+MIN_CODES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,7 @@ class NoisePass:
 
     Attributes:
       states: by value of the target; leaves are added when first asked for.
+      codes: integer leaves of the target that stand for float weights of the reference.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class NoisePass:
         self.states: dict[Value, State] = {}
         self.ref_sizes = Magnitudes(pairing.ref, pairing.comparer, ref_side=True)
         self.sizes = Magnitudes(pairing.target, pairing.comparer, ref_side=False)
+        self.codes: dict[Value, Codes] = {}
         self._ref_noise: dict[Value, float] = {}
         self._borders: dict[tuple[int, Call], float] = {}
         self._measured: dict[Value, bool] = {}
@@ -248,7 +252,7 @@ class NoisePass:
         links = self.pairing.links.get(value, ())
         found = self.best(links)
         if found is None:
-            return State()
+            return self._judge_codes(value)
         link, difference = found
         state = State(
             rho=difference.rho, link=link, difference=difference, noise=difference.rho, clean=difference.rho
@@ -272,6 +276,19 @@ class NoisePass:
             state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
             state.clean = 0.0
         return state
+
+    def _judge_codes(self, value: Value) -> State:
+        """A leaf without counterpart: if it holds the codes of a quantised weight, their noise is known."""
+        slot = self.pairing.target.slot(value)
+        readers = self.pairing.target.consumers.get(value)
+        if self.exact or dtype_class(slot.dtype) != "i" or not readers or slot_numel(slot) < MIN_CODES:
+            return State()
+        found = codes_of(self.pairing, value, self.pairing.target.records[readers[0][0]])
+        if found is None:
+            return State()
+        self.codes[value] = found
+        noise = found.noise or 0.0
+        return State(noise=noise, predicted=noise, clean=noise, notes=(found.note,) if found.note else ())
 
     def _excuse_grid(self, state: State, link: Link, difference: Difference) -> None:
         found = quantisation_noise(self.pairing, link, difference)

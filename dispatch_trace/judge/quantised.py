@@ -8,6 +8,7 @@ inferred, and only what is typical is granted.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ import numpy.typing as npt
 
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import Difference
+from dispatch_trace.align.graph import Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.metrics import unit_roundoff
+from dispatch_trace.schema import StoredRecord
 from dispatch_trace.sketch import cosine
 
 Array = npt.NDArray[Any]
@@ -103,6 +106,104 @@ def _rows_on_grid(values: Array, wanted: Array, roundoff: float) -> float | None
         return None
     ratio = math.sqrt(total / count)
     return ratio if ratio <= WORST_RATIO else None
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """An integer tensor of the target that stands for a float weight of the reference.
+
+    Attributes:
+      weight: the reference's parameter record.
+      noise: ||dequantised - weight|| / ||weight||, fitted or promised by the scales; None where unknown.
+      note: how it was found.
+    """
+
+    weight: StoredRecord
+    noise: float | None
+    note: str
+
+
+def codes_of(pairing: Pairing, leaf: Value, reader: StoredRecord) -> Codes | None:
+    """The weight that an integer leaf of the target stands for, and how well it can.
+
+    Args:
+      leaf: a value of the target that no op made.
+      reader: an op that reads it.
+    """
+    target = pairing.target
+    owner, slot = target.records[leaf[0]], target.slot(leaf)
+    path = owner.module if owner.kind == "param" else reader.module
+    floats = [
+        record
+        for (_, module, _), versions in pairing.ref.params.items()
+        for record in versions[:1]
+        if pairing.renames.apply(module) == path and dtype_class(record.slots[0].dtype) == "f"
+    ]
+    sized = [r for r in floats if slot_numel(r.slots[0]) == slot_numel(slot) and len(r.slots[0].shape) > 1]
+    named = [r for r in floats if r.name == owner.name and len(r.slots[0].shape) > 1]
+    weight = next(iter([r for r in sized if r in named] or sized or named), None)
+    if weight is None:
+        return None
+    if weight in sized and weight.slots[0].content >= 0 and slot.content >= 0:
+        w, q = (
+            pairing.comparer.array(True, weight.slots[0].content),
+            pairing.comparer.array(False, slot.content),
+        )
+        if w is not None and q is not None and w.ndim == 2 and q.ndim == 2:
+            fitted = fit_codes(w, q if q.shape == w.shape else q.T)
+            if fitted is not None:
+                return Codes(weight, fitted, "codes fitted to the weight")
+    promised = _promised(pairing, weight, path, owner)
+    return Codes(weight, promised, "promised by the scales" if promised is not None else "")
+
+
+def fit_codes(weight: Array, codes: Array) -> float | None:
+    """Relative error of the best scale and offset for each row (or group of a row) of codes.
+
+    Args:
+      weight, codes: [rows, n].
+    Returns: ||fit - weight|| / ||weight||, None where the codes do not stand for the weight.
+    """
+    w, q = weight.astype(np.float64), codes.astype(np.float64)
+    for group in _GROUPS:
+        if group and w.shape[1] % group:
+            continue
+        width = group or w.shape[1]
+        a, b = w.reshape(-1, width), q.reshape(-1, width)
+        if width < 8:
+            continue
+        centred, offset = b - b.mean(1, keepdims=True), a - a.mean(1, keepdims=True)
+        square = (centred**2).sum(1)
+        step = np.abs((centred * offset).sum(1) / np.where(square > 0, square, 1.0))
+        signed = (centred * offset).sum(1) / np.where(square > 0, square, 1.0)
+        rest = offset - signed[:, None] * centred
+        squared = float((rest**2).sum())
+        promise = float((step**2).sum() * width)
+        if promise > 0 and math.sqrt(squared / promise) <= WORST_RATIO:
+            return math.sqrt(squared / max(float((w**2).sum()), 1e-300))
+    return None
+
+
+def _promised(pairing: Pairing, weight: StoredRecord, path: str, owner: StoredRecord) -> float | None:
+    """What rounding to the steps costs, 0.289 of their size over the weight's, where the module holds steps.
+
+    Scales are told from biases by their sign: all of them are positive.
+    """
+    target = pairing.target
+    content = pairing.ref.content(weight.slots[0])
+    if content is None or not content.stats.get("sq_sum"):
+        return None
+    n, rows = slot_numel(weight.slots[0]), weight.slots[0].shape[0]
+    beside = [r[0] for (_, module, _), r in target.params.items() if module == path and r[0] is not owner]
+    for slot in [slot for record in (owner, *beside) for slot in record.slots]:
+        size = slot_numel(slot)
+        if not slot.is_tensor or slot.content < 0 or dtype_class(slot.dtype) != "f" or size >= n:
+            continue
+        stats = target.reader.content(slot.content).stats
+        if (size == 1 or size % rows == 0 or size == weight.slots[0].shape[-1]) and float(stats.get("min") or 0.0) > 0:
+            scale = math.sqrt(float(stats.get("sq_sum") or 0.0) / size)
+            return HEALTHY * scale / math.sqrt(float(content.stats["sq_sum"] or 1.0) / n)
+    return None
 
 
 def _from_statistics(pairing: Pairing, link: Link, difference: Difference) -> str | None:
