@@ -23,6 +23,7 @@ from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
 from dispatch_trace.judge.noise import NoisePass, within
+from dispatch_trace.judge.parameters import changed_parameters
 from dispatch_trace.judge.persistence import is_hidden, module_values
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
@@ -382,6 +383,7 @@ class _Judge:
                 evidence = {"kind": finding.label, "healed": True} | finding.evidence
                 found.append((value[0], replace(finding, label=label, evidence=evidence)))
         found += self._silent_arguments(named)
+        found += self._silent_parameters([*fatal, *(f for _, f in found)])
         return [replace(f, fatal=False) for _, f in sorted(found, key=lambda item: item[0])]
 
     def _heals_inside(self, record: StoredRecord) -> bool:
@@ -404,6 +406,28 @@ class _Judge:
             self._blame._finding(record, record.op, "suspect", evidence, None),
             hint="rounded through a lower precision than anything around it; declare it if it is meant",
         )
+
+    def _silent_parameters(self, named: list[Finding]) -> list[tuple[int, Finding]]:
+        """Parameters that are others than the reference's, whose effect is within the noise."""
+        known = {f.evidence.get("path") for f in named}
+        found = []
+        for changed in changed_parameters(self._pairing):
+            path = ".".join(p for p in (changed.target.module, changed.target.name) if p)
+            if path in known:
+                continue
+            evidence = {
+                "kind": "parameter",
+                "parameter": changed.target.name,
+                "path": path,
+                "error": changed.error,
+                "elements": [changed.num_changed, changed.num_elements],
+            }
+            reader = changed.reader
+            finding = self._blame._finding(reader, reader.op, "suspect", evidence, None)
+            hint = "differs by more than a change of dtype explains; its effect is within the noise"
+            found.append((reader.seq, replace(finding, hint=hint)))
+            self._notices.append(f"parameter {path} {hint} ({changed.error:.2g} of its size)")
+        return found
 
     def _silent_arguments(self, named: set[int]) -> list[tuple[int, Finding]]:
         """Arguments that changed and whose effect, if any, is below the noise."""

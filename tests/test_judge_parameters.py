@@ -1,0 +1,62 @@
+"""Parameters of one name in two dtypes: one value rounded, or another value."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dispatch_trace as dt
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).eval()
+
+
+@pytest.fixture
+def run(tmp_path: Any) -> Any:
+    def align_with(change: Any, dtype: torch.dtype = torch.bfloat16) -> dt.Alignment:
+        reference = model()
+        target = copy.deepcopy(reference)
+        with torch.no_grad():
+            change(target)
+            target = target.to(dtype)
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+            with dt.record(tmp_path / "ref", reference, save="tensors"):
+                reference(x)
+            with dt.record(tmp_path / "target", target, save="tensors"):
+                target(x.to(dtype))
+        return dt.align(tmp_path / "ref", tmp_path / "target")
+
+    return align_with
+
+
+def suspects(alignment: dt.Alignment) -> list[str]:
+    return [f.evidence["path"] for f in alignment.findings if f.evidence.get("kind") == "parameter"]
+
+
+def test_a_cast_is_no_other_parameter(run: Any) -> None:
+    alignment = run(lambda m: None)
+    assert alignment.verdict == "match" and suspects(alignment) == [] and alignment.notices == []
+
+
+def test_rounding_twice_is_no_other_parameter(run: Any) -> None:
+    alignment = run(lambda m: m[0].weight.copy_(m[0].weight.half().float()))
+    assert alignment.verdict == "match" and suspects(alignment) == []
+
+
+def test_zeros_below_the_noise_are_a_suspect(run: Any) -> None:
+    alignment = run(lambda m: m[0].weight[3, ::32].zero_())
+    assert suspects(alignment) == ["0.weight"]
+    (suspect,) = (f for f in alignment.findings if f.evidence.get("path") == "0.weight")
+    assert not suspect.fatal and suspect.evidence["elements"] == [2, 64 * 64]
+    assert any("0.weight differs by more than a change of dtype explains" in n for n in alignment.notices)
+
+
+def test_one_percent_of_a_weight_is_a_suspect_in_bfloat16(run: Any) -> None:
+    alignment = run(lambda m: m[0].weight.mul_(1.01))
+    assert suspects(alignment) == ["0.weight"]
