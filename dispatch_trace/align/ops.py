@@ -114,7 +114,9 @@ def score_matrix(
     if ref_context is not None and target_context is not None:
         score += 3.0 * _overlap(ref_context, target_context)
     score = np.where(edge & edge_t, 0.1 * score, score)
-    allowed = same_family & (edge == edge_t) & ~is_marker & ~is_marker_t
+    # Results of different sizes cannot be compared: such ops belong to a region instead.
+    comparable = same_numel | (edge & edge_t)
+    allowed = same_family & (edge == edge_t) & ~is_marker & ~is_marker_t & comparable
     score = np.where(allowed & (score > 0), score, FORBIDDEN)
     markers = is_marker & is_marker_t & same_marker
     return np.where(markers, 50.0, score).astype(np.float32)

@@ -168,11 +168,11 @@ class _Rows:
         pairing = self._pairing
         if program is pairing.target:
             state = self._noise.states.get(value)
-            if state is None or (state.wrong and value[0] not in pairing.ops):
-                return None
+            if state is None or (state.wrong and program.consumers.get(value)):
+                return None  # what is wrong inside may be right again in the end: its readers tell
             return state.explained
         links = [link for link in pairing.ref_links.get(value, ()) if pairing.compare(link).known]
-        if not links:
+        if not links or (program.consumers.get(value) and all(self._noise.state(k.target).wrong for k in links)):
             return None
         return any(self._noise.state(link.target).explained is not False for link in links)
 
