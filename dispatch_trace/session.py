@@ -156,7 +156,7 @@ class Record:
         raise KeyError(f"{self!r} has no slot {name!r}; it has {names or 'none'}")
 
     def stats(self, slot: str = "out") -> dict[str, int | float | None]:
-        """Statistics and what follows from them (mean, std, abs_mean, rms, l2); empty where none were taken."""
+        """Statistics, and mean, std, abs_mean, rms and l2 besides; empty where none were taken."""
         content = self.slot(slot).content
         if content < 0:
             return {}

@@ -8,360 +8,93 @@ from __future__ import annotations
 
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
+
+def _names(table: str) -> frozenset[str]:
+    return frozenset(table.split())
+
+
 # Every element keeps its place in logical order.
-SAME_ORDER = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "_reshape_alias",
-        "_reshape_copy",
-        "view_copy",
-        "unsqueeze",
-        "squeeze",
-        "unsqueeze_copy",
-        "squeeze_copy",
-        "flatten",
-        "unflatten",
-        "clone",
-        "detach",
-        "alias",
-        "contiguous",
-        "lift",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "positive",
-        "_to_copy",
-        "to",
-        "type_as",
-        "view_as",
-        "copy",
-        "_lazy_clone",
-        "_conj_copy",
-        "detach_copy",
-        "alias_copy",
-        "resolve_conj",
-        "resolve_neg",
-    ]
+SAME_ORDER = _names(
+    """
+    view _unsafe_view reshape _reshape_alias _reshape_copy view_copy unsqueeze squeeze unsqueeze_copy
+    squeeze_copy flatten unflatten clone detach alias contiguous lift lift_fresh lift_fresh_copy
+    positive _to_copy to type_as view_as copy _lazy_clone _conj_copy detach_copy alias_copy resolve_conj
+    resolve_neg
+    """
 )
 # Elements move, repeat or drop out, and none changes.
-REORDERING = frozenset(
-    [
-        "t",
-        "transpose",
-        "permute",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "narrow",
-        "expand",
-        "expand_as",
-        "diagonal",
-        "as_strided",
-        "unfold",
-        "movedim",
-        "swapaxes",
-        "swapdims",
-        "numpy_T",
-        "mT",
-        "adjoint",
-        "t_copy",
-        "transpose_copy",
-        "permute_copy",
-        "slice_copy",
-        "select_copy",
-        "split_copy",
-        "unbind_copy",
-        "expand_copy",
-        "real",
-        "imag",
-        "view_as_real",
-        "view_as_complex",
-        "unsafe_split",
-        "unsafe_chunk",
-        "unsafe_split_with_sizes",
-        "values",
-        "indices",
-        "tensor_split",
-        "hsplit",
-        "vsplit",
-        "squeeze_dims",
-    ]
+REORDERING = _names(
+    """
+    t transpose permute slice select split split_with_sizes chunk unbind narrow expand expand_as
+    diagonal as_strided unfold movedim swapaxes swapdims numpy_T mT adjoint t_copy transpose_copy
+    permute_copy slice_copy select_copy split_copy unbind_copy expand_copy real imag view_as_real
+    view_as_complex unsafe_split unsafe_chunk unsafe_split_with_sizes values indices tensor_split hsplit
+    vsplit squeeze_dims
+    """
 )
 # Allocate without writing; what is in there is nobody's value.
-EMPTY = frozenset(
-    [
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "new_empty",
-        "new_empty_strided",
-        "empty_quantized",
-    ]
+EMPTY = _names(
+    """
+    empty empty_like empty_strided empty_permuted new_empty new_empty_strided empty_quantized
+    """
 )
 # Copies of selected elements: exact, and a value of its own.
-GATHERS = frozenset(
-    [
-        "embedding",
-        "index",
-        "index_select",
-        "gather",
-        "take",
-        "take_along_dim",
-        "masked_select",
-        "cat",
-        "stack",
-        "hstack",
-        "vstack",
-        "repeat",
-        "repeat_interleave",
-        "roll",
-        "flip",
-        "rot90",
-        "pad",
-        "constant_pad_nd",
-        "tril",
-        "triu",
-        "masked_fill",
-        "where",
-        "scatter",
-        "slice_scatter",
-        "select_scatter",
-        "diagonal_scatter",
-        "as_strided_scatter",
-        "index_copy",
-        "index_put",
-        "_index_put_impl",
-        "_unsafe_index",
-        "_unsafe_index_put",
-        "index_fill",
-        "masked_scatter",
-        "fill",
-        "zero",
-        "tile",
-        "block_diag",
-        "one_hot",
-        "nonzero",
-        "diag_embed",
-        "diag",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "channel_shuffle",
-        "reflection_pad1d",
-        "reflection_pad2d",
-        "replication_pad1d",
-        "replication_pad2d",
-        "col2im",
-        "im2col",
-        "concat",
-        "concatenate",
-        "rescale",
-    ]
+GATHERS = _names(
+    """
+    embedding index index_select gather take take_along_dim masked_select cat stack hstack vstack repeat
+    repeat_interleave roll flip rot90 pad constant_pad_nd tril triu masked_fill where scatter
+    slice_scatter select_scatter diagonal_scatter as_strided_scatter index_copy index_put
+    _index_put_impl _unsafe_index _unsafe_index_put index_fill masked_scatter fill zero tile block_diag
+    one_hot nonzero diag_embed diag pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d
+    reflection_pad2d replication_pad1d replication_pad2d col2im im2col concat concatenate rescale
+    """
 )
 # Exact besides: no rounding happens in them.
-EXACT = GATHERS | frozenset(
-    [
-        "relu",
-        "neg",
-        "abs",
-        "maximum",
-        "minimum",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "hardtanh",
-        "max_pool2d",
-        "max_pool2d_with_indices",
-        "max_pool1d",
-        "topk",
-        "sort",
-        "sgn",
-        "sign",
-        "leaky_relu",
-        "threshold",
-        "threshold_backward",
-        "relu6",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "bitwise_xor",
-        "kthvalue",
-        "__and__",
-        "__or__",
-        "__xor__",
-        "__lshift__",
-        "__rshift__",
-        "bitwise_left_shift",
-        "bitwise_right_shift",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "argmax",
-        "argmin",
-        "argsort",
-        "any",
-        "all",
-        "median",
-        "mode",
-        "cummax",
-        "cummin",
-        "count_nonzero",
-        "round",
-        "floor",
-        "ceil",
-        "trunc",
-        "frac",
-        "floor_divide",
-        "remainder",
-        "fmod",
-        "nan_to_num",
-        "arange",
-    ]
+EXACT = GATHERS | _names(
+    """
+    relu neg abs maximum minimum max min amax amin clamp clamp_min clamp_max hardtanh max_pool2d
+    max_pool2d_with_indices max_pool1d topk sort sgn sign leaky_relu threshold threshold_backward relu6
+    logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
+    kthvalue __and__ __or__ __xor__ __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift eq ne
+    lt le gt ge isnan isinf isfinite argmax argmin argsort any all median mode cummax cummin
+    count_nonzero round floor ceil trunc frac floor_divide remainder fmod nan_to_num arange
+    """
 )
 # A small change of the input may change the output as a whole.
-DISCRETE = frozenset(
-    [
-        "argmax",
-        "argmin",
-        "argsort",
-        "topk",
-        "sort",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "sign",
-        "sgn",
-        "round",
-        "floor",
-        "ceil",
-        "trunc",
-        "floor_divide",
-        "remainder",
-        "fmod",
-        "frac",
-        "bucketize",
-        "searchsorted",
-        "nonzero",
-        "unique",
-        "_unique2",
-        "unique_consecutive",
-        "unique_dim",
-        "multinomial",
-        "bincount",
-        "histc",
-        "kthvalue",
-        "mode",
-        "median",
-        "quantize_per_tensor",
-        "quantize_per_channel",
-        "fake_quantize_per_tensor_affine",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "any",
-        "all",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "count_nonzero",
-        "fake_quantize_per_tensor_affine_cachemask",
-        "fake_quantize_per_channel_affine_cachemask",
-    ]
+DISCRETE = _names(
+    """
+    argmax argmin argsort topk sort eq ne lt le gt ge sign sgn round floor ceil trunc floor_divide
+    remainder fmod frac bucketize searchsorted nonzero unique _unique2 unique_consecutive unique_dim
+    multinomial bincount histc kthvalue mode median quantize_per_tensor quantize_per_channel
+    fake_quantize_per_tensor_affine isnan isinf isfinite any all logical_and logical_or logical_not
+    logical_xor count_nonzero fake_quantize_per_tensor_affine_cachemask
+    fake_quantize_per_channel_affine_cachemask
+    """
 )
 # How far an error may grow is not known from norms.
-ILL_CONDITIONED = frozenset(
-    [
-        "linalg_inv_ex",
-        "linalg_inv",
-        "inverse",
-        "linalg_solve",
-        "_linalg_solve_ex",
-        "linalg_eigh",
-        "_linalg_eigh",
-        "linalg_eig",
-        "_linalg_svd",
-        "linalg_svd",
-        "linalg_qr",
-        "linalg_cholesky_ex",
-        "linalg_lu_factor_ex",
-        "linalg_lstsq",
-        "linalg_pinv",
-        "linalg_det",
-        "_linalg_det",
-        "logdet",
-        "slogdet",
-        "_linalg_slogdet",
-    ]
+ILL_CONDITIONED = _names(
+    """
+    linalg_inv_ex linalg_inv inverse linalg_solve _linalg_solve_ex linalg_eigh _linalg_eigh linalg_eig
+    _linalg_svd linalg_svd linalg_qr linalg_cholesky_ex linalg_lu_factor_ex linalg_lstsq linalg_pinv
+    linalg_det _linalg_det logdet slogdet _linalg_slogdet
+    """
 )
 # In-place or not, these read nothing: their result is a leaf of the program.
-_FACTORY = frozenset(
-    [
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "eye",
-        "linspace",
-        "logspace",
-        "scalar_tensor",
-        "tril_indices",
-        "triu_indices",
-        "hann_window",
-        "hamming_window",
-        "zero",
-        "fill",
-        "_efficientzerotensor",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "normal",
-        "uniform",
-        "bernoulli",
-        "random",
-        "exponential",
-        "cauchy",
-        "log_normal",
-        "geometric",
-    ]
+_FACTORY = _names(
+    """
+    arange zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full eye linspace
+    logspace scalar_tensor tril_indices triu_indices hann_window hamming_window zero fill
+    _efficientzerotensor rand randn randint randperm rand_like randn_like randint_like normal uniform
+    bernoulli random exponential cauchy log_normal geometric
+    """
 )
 
 _FAMILIES: dict[str, str] = {
     name: family
     for family, names in {
-        "linear": "mm addmm linear bmm matmul baddbmm addbmm mv addmv dot vdot _int_mm _scaled_mm _addmm_activation "
-        "_weight_int8pack_mm _weight_int4pack_mm mkldnn_linear mkldnn_linear_pointwise einsum inner chain_matmul",
+        "linear": "mm addmm linear bmm matmul baddbmm addbmm mv addmv dot vdot _int_mm _scaled_mm einsum "
+        "inner _addmm_activation _weight_int8pack_mm _weight_int4pack_mm mkldnn_linear "
+        "mkldnn_linear_pointwise chain_matmul",
         "conv": "convolution _convolution convolution_overrideable conv1d conv2d conv3d mkldnn_convolution "
         "cudnn_convolution _conv_depthwise2d slow_conv2d_forward thnn_conv2d mkldnn_convolution_pointwise "
         "convolution_pointwise conv_transpose1d conv_transpose2d",
@@ -373,8 +106,8 @@ _FAMILIES: dict[str, str] = {
         "layer_norm": "native_layer_norm layer_norm",
         "rms_norm": "rms_norm _fused_rms_norm",
         "group_norm": "native_group_norm group_norm",
-        "batch_norm": "native_batch_norm batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
-        "_batch_norm_with_update cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index",
+        "batch_norm": "native_batch_norm batch_norm _native_batch_norm_legit _batch_norm_with_update "
+        "_native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index",
         "softmax": "_softmax softmax _safe_softmax",
         "log_softmax": "_log_softmax log_softmax",
         "silu": "silu swish",

@@ -19,7 +19,8 @@ class Renames:
     """Rules `reference path -> target path`.
 
     A rule applies to the path that it names and to all beneath it; with the characters of a regular
-    expression in it, to every path that it matches whole (`\\1` in the replacement). The longest plain rule wins.
+    expression in it, to every path that it matches whole (`\\1` in the replacement). The longest plain
+    rule wins.
     """
 
     def __init__(self, rules: Any) -> None:
@@ -55,7 +56,7 @@ class Renames:
             tail = f"{last}.{tail}" if tail else last
 
     def check(self, ref_paths: Iterable[str], target_paths: Iterable[str]) -> None:
-        """Raises RenameError for a rule that matches no path of the reference, or leads to none of the target."""
+        """Raises RenameError for a rule that matches nothing, or maps two paths to one."""
         ref, target = set(ref_paths), set(target_paths)
         for old, new in self._plain.items():
             below = f"{old}." if old else ""
@@ -84,8 +85,8 @@ def _rules(rules: Any) -> list[tuple[str, str]]:
     for item in items:
         if isinstance(item, str):
             old, equals, new = item.partition("=")
-            item = (old, new) if equals else (item,)
-        if len(item) != 2 or not all(isinstance(part, str) for part in item):
+            item = (old, new) if equals else None
+        if not isinstance(item, tuple | list) or len(item) != 2 or not all(isinstance(p, str) for p in item):
             raise ConfigError(
                 f"rename={rules!r}: expected {{reference path: target path}} or 'OLD=NEW' rules."
             )

@@ -2,12 +2,14 @@
 
 A global alignment of two sequences (Needleman-Wunsch with gap costs): it maximises the total score over all
 order-preserving pairings, so an op that one side lacks shifts nothing. What makes two ops alike is what
-they are and where they stand: name, family, shape, dtype class, scalar arguments, what produces their inputs and who
-reads their outputs. Values stay out of it: a wrong value would make its op unmatched instead of wrong.
+they are and where they stand: name, family, shape, dtype class, scalar arguments, what produces their
+inputs and who reads their outputs. Values stay out of it: a wrong value would make its op unmatched
+instead of wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -275,7 +277,7 @@ def _blocks(
             cuts.append((i, j))
     cuts.append((len(ref), len(target)))
     blocks = []
-    for (i, j), (k, l) in zip(cuts, cuts[1:], strict=False):  # noqa: E741
+    for (i, j), (k, l) in itertools.pairwise(cuts):  # noqa: E741
         pieces = -(-((k - i) * (l - j)) // MAX_CELLS)
         for p in range(pieces):  # no anchors at all: cut both in proportion
             blocks.append(
@@ -414,7 +416,7 @@ def _overlap(a: Sequence[Counter[Any]], b: Sequence[Counter[Any]]) -> Matrix:
                 table[row, terms[term]] = count
         tables.append(table)
     sizes = [table.sum(axis=1) for table in tables]
-    # sum of minima = (sum + sum - sum of differences) / 2, but a product of presence is close enough and fast.
+    # The sum of minima would be exact; a product of roots is close enough, and fast.
     shared = np.minimum(
         np.sqrt(tables[0]) @ np.sqrt(tables[1]).T, np.minimum(sizes[0][:, None], sizes[1][None, :])
     )

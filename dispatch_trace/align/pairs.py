@@ -1,9 +1,9 @@
 """Two traces, lined up: the result of alignment that `judge` works on.
 
 A `Link` says that a value of the target ought to be a value of the reference, and why: the same op made
-both, the same module returned both, paired ops read both in the same place, or both are the parameter of one name.
-One value may have several links; it is explained when one of them holds. A `Pair` is a row for people:
-every record of both traces stands in exactly one.
+both, the same module returned both, paired ops read both in the same place, or both are the parameter of
+one name. One value may have several links; it is explained when one of them holds. A `Pair` is a row for
+people: every record of both traces stands in exactly one.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class _Rows:
         return row
 
     def _is_absorbed(self, program: Program, record: StoredRecord) -> bool:
-        """Whether every use of an unpaired op ends in a value that was compared and found right, or in none."""
+        """Whether every use of an unpaired op ends in a value that was found right, or in none."""
         outputs = [(record.seq, slot.index) for slot in program.outputs(record)]
         return all(self._value_absorbed(program, value) for value in outputs)
 
@@ -172,7 +172,9 @@ class _Rows:
                 return None  # what is wrong inside may be right again in the end: its readers tell
             return state.explained
         links = [link for link in pairing.ref_links.get(value, ()) if pairing.compare(link).known]
-        if not links or (program.consumers.get(value) and all(self._noise.state(k.target).wrong for k in links)):
+        if not links or (
+            program.consumers.get(value) and all(self._noise.state(k.target).wrong for k in links)
+        ):
             return None
         return any(self._noise.state(link.target).explained is not False for link in links)
 

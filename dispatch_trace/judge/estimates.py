@@ -1,8 +1,8 @@
 """What rounding may do to one op's result: estimates from norms, where nothing is executed again.
 
 `own_noise` is the relative error that an op adds by itself, `gains` how much larger an error at each input
-gets at the output. Both speak of relative L2 errors, are meant for the typical case times a factor (`C`), and come
-from BLAME.md section 4 and from the derivative of each op. Lengths of sums come from shapes.
+gets at the output. Both speak of relative L2 errors, are meant for the typical case times a factor (`C`),
+and come from the derivative of each op (docs/blame.md). Lengths of sums come from shapes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One pass over the target's values: which are what the reference says, up to noise, and which are not.
 
 For each value the best link to a reference value is measured and held against what rounding alone may have
-done: the op's own rounding plus the measured error of its inputs, grown as the op lets errors grow. So noise that
-rises smoothly through a deep model is explained step by step, and a jump is not.
+done: the op's own rounding plus the measured error of its inputs, grown as the op lets errors grow. So
+noise that rises smoothly through a deep model is explained step by step, and a jump is not.
 """
 
 from __future__ import annotations
@@ -185,12 +185,9 @@ class NoisePass:
         link, difference = found
         state.link, state.difference, state.rho = link, difference, difference.rho
         ref_noise = self._ref_noise.get(link.ref, 0.0)
-        band = self.band(math.hypot(budget.full, ref_noise), difference)
-        if budget.tainted:
-            # Something before it is wrong: explained only if the wrong has healed.
-            limit = self.band(math.hypot(budget.clean, ref_noise), difference)
-        else:
-            limit = band
+        # With something wrong before it, a value is explained only if the wrong has healed.
+        reckoned = budget.clean if budget.tainted else budget.full
+        limit = self.band(math.hypot(reckoned, ref_noise), difference)
         state.limit = limit
         state.explained = within(difference, limit)
         if not state.explained and not self.exact and self.pairing.ref.is_leaf(link.ref):
@@ -224,7 +221,7 @@ class NoisePass:
         return dtype_class(out.dtype) in "ib" and any(self.slot_noise(record, s)[0] > 0 for s in inputs)
 
     def _judge_opaque(self, record: StoredRecord, out: StoredSlot) -> State:
-        """What a call returned that no recorded op made: a compiled region. Its inputs stand for all inside."""
+        """What a compiled region returned: no recorded op made it, its inputs stand for all inside."""
         value = (record.seq, out.index)
         found = self.best(self.pairing.links.get(value, ()))
         budget = _Budget(free=roundoff(out.dtype), clean=roundoff(out.dtype))
@@ -371,7 +368,7 @@ class NoisePass:
         return found
 
     def stands_for(self, value: Value) -> bool:
-        """Whether a value of the target is this value of the reference, up to noise or by being the same op's."""
+        """Whether a value of the target is this one of the reference: the same op's, or equal up to noise."""
         for link in self.pairing.ref_links.get(value, ()):
             if link.method in ("op", "param"):
                 return True

@@ -1,7 +1,7 @@
 """Whether something wrong stays wrong: it reaches a later module's result and is hidden there, or heals.
 
-A residual sum can hide a wrong branch from the output: its error is still there, below the noise of the sum. A
-rewrite heals instead: the next result is right, though its input's error would have shown (BLAME.md section 5).
+A residual sum can hide a wrong branch from the output: its error is still there, below the noise of the
+sum. A rewrite heals instead: the next result is right, though its input's error would have shown.
 """
 
 from __future__ import annotations

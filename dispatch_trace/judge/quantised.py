@@ -58,8 +58,7 @@ def grid_of(ref: Array, target: Array, roundoff: float) -> str | None:
     """
     matrix = target.reshape(target.shape[0], -1).astype(np.float64)
     original = ref.reshape(matrix.shape).astype(np.float64)
-    for name, view in (("row", lambda x: x), ("column", lambda x: x.T)):
-        values, wanted = view(matrix), view(original)
+    for name, values, wanted in (("row", matrix, original), ("column", matrix.T, original.T)):
         for group in _GROUPS:
             if group and (values.shape[1] % group or values.shape[1] == group):
                 continue
@@ -200,14 +199,16 @@ def _promised(pairing: Pairing, weight: StoredRecord, path: str, owner: StoredRe
         if not slot.is_tensor or slot.content < 0 or dtype_class(slot.dtype) != "f" or size >= n:
             continue
         stats = target.reader.content(slot.content).stats
-        if (size == 1 or size % rows == 0 or size == weight.slots[0].shape[-1]) and float(stats.get("min") or 0.0) > 0:
+        if (size == 1 or size % rows == 0 or size == weight.slots[0].shape[-1]) and float(
+            stats.get("min") or 0.0
+        ) > 0:
             scale = math.sqrt(float(stats.get("sq_sum") or 0.0) / size)
             return HEALTHY * scale / math.sqrt(float(content.stats["sq_sum"] or 1.0) / n)
     return None
 
 
 def _from_statistics(pairing: Pairing, link: Link, difference: Difference) -> str | None:
-    """From norms, sketches and the count of zeros: a grid shows as exact zeros where the original has none."""
+    """From norms, sketches and zeros: a grid shows as exact zeros where the original has none."""
     ref = pairing.ref.reader.content(link.ref_content)
     target = pairing.target.reader.content(link.target_content)
     n = int(target.stats.get("n") or 0)

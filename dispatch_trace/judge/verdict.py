@@ -17,12 +17,13 @@ from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.align.steps import unpaired_steps
-from dispatch_trace.judge.blame import Blame, changed_arguments
+from dispatch_trace.judge.blame import Blame
 from dispatch_trace.judge.coverage import count_coverage, make_pairs
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
 from dispatch_trace.judge.noise import NoisePass, within
+from dispatch_trace.judge.operands import changed_arguments
 from dispatch_trace.judge.parameters import changed_parameters
 from dispatch_trace.judge.persistence import is_hidden, module_values
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -275,7 +276,7 @@ class _Judge:
         return self._target.origins(record, slot)
 
     def _lost_precision(self, output: Output) -> list[tuple[int, Finding]]:
-        """An output that only an ill-conditioned step excuses, where the target alone had rounded before it."""
+        """What only an ill-conditioned step excuses, where the target alone had rounded before it."""
         unit = max(roundoff(output.slot.dtype), 2.0**-24)
         if not output.difference.rho > LOST_PRECISION * unit:
             return []
@@ -356,11 +357,11 @@ class _Judge:
                     casts.add(seq)
                     found.append((seq, self._cast_suspect(seq, state.rho or 0.0)))
                 elif kind == "flip" and seq == value[0]:
-                    finding = self._blame._finding(
+                    finding = self._blame.sites.finding(
                         self._target.records[seq],
                         self._target.records[seq].op,
                         "flip",
-                        self._blame._evidence(state),
+                        self._blame.sites.evidence(state),
                         state,
                     )
                     found.append((seq, finding))
@@ -403,7 +404,7 @@ class _Judge:
         record = self._target.records[seq]
         evidence = {"error": error, "dtype": [s.dtype for s in self._target.outputs(record)][:1]}
         return replace(
-            self._blame._finding(record, record.op, "suspect", evidence, None),
+            self._blame.sites.finding(record, record.op, "suspect", evidence, None),
             hint="rounded through a lower precision than anything around it; declare it if it is meant",
         )
 
@@ -423,7 +424,7 @@ class _Judge:
                 "elements": [changed.num_changed, changed.num_elements],
             }
             reader = changed.reader
-            finding = self._blame._finding(reader, reader.op, "suspect", evidence, None)
+            finding = self._blame.sites.finding(reader, reader.op, "suspect", evidence, None)
             hint = "differs by more than a change of dtype explains; its effect is within the noise"
             found.append((reader.seq, replace(finding, hint=hint)))
             self._notices.append(f"parameter {path} {hint} ({changed.error:.2g} of its size)")
@@ -440,7 +441,7 @@ class _Judge:
             states = [self._noise.states.get((seq, s.index)) for s in self._target.outputs(record)]
             if changed and all(s is not None and s.explained for s in states) and not is_factory(record):
                 evidence = {"kind": "argument", "arguments": changed}
-                finding = self._blame._finding(
+                finding = self._blame.sites.finding(
                     record, record.op, "suspect", evidence, states[0] if states else None
                 )
                 found.append(
@@ -459,7 +460,8 @@ class _Judge:
         for output in outputs:
             if output.explained is False and not any(f.fatal for f in findings):
                 self._reasons.append(
-                    f"output {output.slot.name} is off by {output.difference.rho:.3g} and nothing could be blamed for it"
+                    f"output {output.slot.name} is off by {output.difference.rho:.3g} "
+                    "and nothing could be blamed for it"
                 )
             elif output.explained and output.flags:
                 kinds = {
@@ -469,7 +471,8 @@ class _Judge:
                 }
                 names = sorted({kinds.get(kind, kind) for kind, _ in output.flags})
                 self._reasons.append(
-                    f"output {output.slot.name} is off by {output.difference.rho:.3g}, explained only by {' and '.join(names)}"
+                    f"output {output.slot.name} is off by {output.difference.rho:.3g}, "
+                    f"explained only by {' and '.join(names)}"
                 )
 
     def _verdict(self, findings: list[Finding], coverage: dict[str, Any]) -> Verdict:
@@ -483,7 +486,8 @@ class _Judge:
                 self._reasons.append(f"steps that only the {name} has: {', '.join(map(str, numbers[:5]))}")
         if coverage["compute_bytes"]["share"] < MIN_COVERAGE:
             self._reasons.append(
-                f"only {100 * coverage['compute_bytes']['share']:.1f} % of the compute bytes were matched or absorbed"
+                f"only {100 * coverage['compute_bytes']['share']:.1f} % of the compute bytes "
+                "were matched or absorbed"
             )
         if any(f.fatal for f in findings):
             return "diverged"

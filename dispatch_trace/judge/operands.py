@@ -1,0 +1,213 @@
+"""Operands of paired ops: whether each comes from where it should, and is looked at as it should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from dispatch_trace.align.canon import family, short
+from dispatch_trace.align.graph import Call, Origin, Value
+from dispatch_trace.align.ops import scalars
+from dispatch_trace.align.pairs import paired_slots, same_path, slot_role
+from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.noise import NoisePass, State, within
+from dispatch_trace.judge.regions import Region, Regions
+from dispatch_trace.judge.sites import Sites
+from dispatch_trace.schema import StoredRecord, StoredSlot
+
+# Where numbers are kept, not what they are: never a finding.
+METADATA_ARGUMENTS = frozenset(
+    ["dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "implicit"]
+)
+
+
+class Operands:
+    """Compares the operands of an op of the target with those of its counterpart."""
+
+    def __init__(self, noise: NoisePass, sites: Sites, regions: Regions) -> None:
+        self._noise = noise
+        self._sites = sites
+        self._regions = regions
+        self._pairing = noise.pairing
+        self._ref = noise.pairing.ref
+        self._target = noise.pairing.target
+
+    def crossed(self, region: Region, state: State) -> Finding | None:
+        """An operand that both sides know, and that is another one of them than in the reference."""
+        record, ref = region.target, region.ref
+        if (
+            ref is None
+            or self._regions.counterpart(record) is not ref
+            or not (region.only_ref or region.only_target)
+        ):
+            return None
+        for a, b in paired_slots(ref, self._ref.inputs(ref), record, self._target.inputs(record)):
+            theirs, ours = self._ref.origins(ref, a), self._target.origins(record, b)
+            if len(theirs) != 1 or len(ours) != 1 or not self.holds_other(a, b):
+                continue
+            known = self._noise.state(ours[0].value).explained and self._noise.stands_for(theirs[0].value)
+            if known and not self._stands_for(theirs[0].value, ours[0].value):
+                return self.misdirected(record, b, theirs[0], ours[0], state)
+        return None
+
+    def lost_operand(self, record: StoredRecord, ref: StoredRecord, state: State) -> Finding | None:
+        """A tensor argument that only one side passes."""
+        ours = {slot_role(record, slot) for slot in self._target.inputs(record)}
+        theirs = {slot_role(ref, slot): slot for slot in self._ref.inputs(ref)}
+        evidence = self._sites.evidence(state)
+        if family(record.op) != family(ref.op):
+            return None
+        for role, slot in theirs.items():
+            if role not in ours:
+                source = self._ref.origins(ref, slot)[0].value
+                evidence["arguments"] = {
+                    role.removeprefix("in."): [self._sites.describe(self._ref, source), None]
+                }
+                seat = self.not_passed(record, {source})
+                return self._sites.finding(seat, record.op, "argument", evidence, state, where=record)
+        extra = [slot for slot in self._target.inputs(record) if slot_role(record, slot) not in theirs]
+        if extra:
+            source = self._target.origins(record, extra[0])[0].value
+            name = slot_role(record, extra[0]).removeprefix("in.")
+            evidence["arguments"] = {name: [None, self._sites.describe(self._target, source)]}
+            return self._sites.finding(record, record.op, "argument", evidence, state)
+        return None
+
+    def not_passed(self, record: StoredRecord, sources: Collection[Value]) -> StoredRecord | Call:
+        """The outermost call that should have handed one of these values of the reference on."""
+        seat: StoredRecord | Call = record
+        backward = {target: ref for ref, target in self._pairing.calls.items()}
+        for call in self._target.call_of(record).enclosing():
+            twin = self._ref.calls.get(backward.get(call.key, call.key))
+            if twin is None or twin.record is None or call.record is None or call.parent is None:
+                break
+            passed = [
+                slot.name
+                for slot in twin.record.slots
+                if slot.role == "in"
+                and slot.is_tensor
+                and any(o.value in sources for o in self._ref.origins(twin.record, slot))
+            ]
+            if not passed or any(s.name in passed and s.is_tensor for s in call.record.slots):
+                break
+            seat = call.parent
+        return seat
+
+    def wiring(self, record: StoredRecord, ref: StoredRecord, state: State) -> Finding | None:
+        """An operand that comes from elsewhere, or is looked at in another way."""
+        for a, b in paired_slots(ref, self._ref.inputs(ref), record, self._target.inputs(record)):
+            theirs, ours = self._ref.origins(ref, a), self._target.origins(record, b)
+            if len(theirs) != 1 or len(ours) != 1:
+                continue
+            if not self.holds_other(a, b):
+                continue
+            evidence = self._sites.evidence(state) | {"operand": b.name.removeprefix("in.")}
+            if self._stands_for(theirs[0].value, ours[0].value):
+                view = self.differing_view(theirs[0], ours[0])
+                if view is None:
+                    if a.shape == b.shape and same_path(self._ref, theirs[0], self._target, ours[0]):
+                        continue
+                    lost = self._lost_view(theirs[0], ours[0])
+                    if lost is not None:
+                        call = self._ref.call_of(lost)
+                        path = self._pairing.renames.apply(lost.module)
+                        evidence["missing_op"] = lost.op
+                        return self._sites.place(path, call, lost.op, "wiring", evidence, state, at=record)
+                    view = record
+                else:
+                    evidence["view"] = changed_arguments(self._view_twin(theirs[0], view), view)
+                return self._sites.finding(view, view.op, "wiring", evidence, state)
+            return self.misdirected(record, b, theirs[0], ours[0], state)
+        return None
+
+    def misdirected(
+        self, record: StoredRecord, slot: StoredSlot, theirs: Origin, ours: Origin, state: State
+    ) -> Finding:
+        """An operand that comes from elsewhere."""
+        evidence = self._sites.evidence(state) | {
+            "operand": slot.name.removeprefix("in."),
+            "expected": self._sites.describe(self._ref, theirs.value),
+            "found": self._sites.describe(self._target, ours.value),
+        }
+        return self._sites.finding(
+            self._meeting(record, ours), record.op, "wiring", evidence, state, where=record
+        )
+
+    def holds_other(self, a: StoredSlot, b: StoredSlot) -> bool:
+        """Whether the slots' values differ, as far as that is known; unknown counts as possible."""
+        if a.content >= 0 and b.content >= 0:
+            found = self._pairing.comparer.compare(a.content, b.content)
+            if found.known:
+                return not found.equal and (found.nonfinite > 0 or found.rho > self._noise.band(1e-2, found))
+        return True
+
+    def _stands_for(self, ref: Value, target: Value) -> bool:
+        """Whether a value of the target is that of the reference: the same op's, or equal up to noise."""
+        links = self._pairing.links.get(target, ())
+        mine = [link for link in links if link.ref == ref]
+        if any(link.method in ("op", "param") for link in mine):
+            return True
+        limit = self._noise.state(target).limit
+        found = [difference for difference in map(self._pairing.compare, mine) if difference.known]
+        if found:
+            return any(within(difference, limit) for difference in found)
+        return bool(mine) and not any(link.method in ("op", "param") for link in links)
+
+    def differing_view(self, theirs: Origin, ours: Origin) -> StoredRecord | None:
+        """The first view on the target's way that is not on the reference's."""
+        expected = [_view_key(self._ref.records[seq]) for seq in theirs.edges]
+        for seq in ours.edges:
+            record = self._target.records[seq]
+            key = _view_key(record)
+            if key in expected:
+                expected.remove(key)
+            elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
+                return record
+        return None
+
+    def _lost_view(self, theirs: Origin, ours: Origin) -> StoredRecord | None:
+        """The first view on the reference's way that is not on the target's."""
+        present = [_view_key(self._target.records[seq]) for seq in ours.edges]
+        for seq in theirs.edges:
+            record = self._ref.records[seq]
+            key = _view_key(record)
+            if key in present:
+                present.remove(key)
+            elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
+                return record
+        return None
+
+    def _view_twin(self, theirs: Origin, view: StoredRecord) -> StoredRecord | None:
+        return next((r for r in map(self._ref.records.__getitem__, theirs.edges) if r.op == view.op), None)
+
+    def _meeting(self, record: StoredRecord, origin: Origin) -> StoredRecord | Call:
+        """Where an operand was handed over: the innermost call around both its source and its reader."""
+        reader = self._target.call_of(record).enclosing()
+        source = self._target.records[origin.value[0]]
+        if source.kind == "param":
+            return record
+        around = {id(c) for c in self._target.call_of(source).enclosing()}
+        common = next((c for c in reader if id(c) in around), reader[0])
+        return record if common is reader[0] else common
+
+
+def changed_arguments(ref: StoredRecord | None, target: StoredRecord) -> dict[str, list[Any]]:
+    """{argument: [the reference's, the target's]} of arguments that are no tensors; a missing one is None."""
+    if ref is None:
+        return {}
+    before, after = (_scalar_arguments(r) for r in (ref, target))
+    return {
+        name: [before.get(name), after.get(name)]
+        for name in {**before, **after}
+        if before.get(name) != after.get(name) and name not in METADATA_ARGUMENTS
+    }
+
+
+def _scalar_arguments(record: StoredRecord) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(scalars(record))
+    return found
+
+
+def _view_key(record: StoredRecord) -> tuple[str, str]:
+    return short(record.op), scalars(record)
