@@ -114,6 +114,13 @@ class MetaRecorder(OpRecorder):
         self._append((op_record, seq, frame, info, n, freeze(args), named, freeze(out), self._number))
         self.flush()
 
+    def note_inputs(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes what a module call is entered with."""
+        try:
+            frame.inputs = leaves_of(args, kwargs)
+        except Exception as error:
+            self._tracer.fault(error)
+
     def note_module(self, frame: Frame, out: Any, note: str = "") -> None:
         """Notes that a module call has ended, with what it returned (None where it raised)."""
         try:

@@ -76,10 +76,61 @@ class ModuleRecorder:
             end(opened, out)
             return out
 
-        self._wrapper = call
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+        self._wrapper = call if tracer.storages is not None else self._short_call(call)
+        torch.nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         for module in list(tracer.table.modules()):
             self._wrap_forward(type(module))
+
+    def _short_call(self, call: Any) -> Any:
+        """`call` for `save="meta"`, with the plain case in one piece: functions cost more than what they do.
+
+        Plain is a call inside a call, by the one name the module has, without gradients, of a module
+        whose class's forward is all there is to it.
+        """
+        tracer, bodies, fail, original = self._tracer, self._bodies, self._fail, self._original_call
+        state, table, counters = tracer.state, tracer.table, tracer.counters
+        wants_inputs = tracer.options.inputs
+        is_grad_enabled = torch.is_grad_enabled
+
+        @functools.wraps(original)
+        def short_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if _is_compiling():
+                return original(module, *args, **kwargs)
+            parent, mode, paths = state.frame, state.mode, table.get(module)
+            body = bodies.get(type(module))
+            if (
+                parent is None
+                or paths is None
+                or body is None
+                or len(paths) != 1
+                or type(mode) is not meta.MetaRecorder
+                or is_grad_enabled()
+                or _current_node() is not None
+                or not tracer.active
+                or module._compiled_call_impl is not None
+                or not _calls_forward_only(module, body[0])
+            ):
+                return call(module, *args, **kwargs)
+            model, path = paths[0]
+            step = parent.step
+            ops, returns = tracer.wanted(path, step)
+            number = counters.next_call(model, step, "fwd", path)
+            frame = Frame(model, path, number, "fwd", step, module, parent, ops, returns)
+            frame.opened = mode.last + 1
+            if returns and wants_inputs:
+                mode.note_inputs(frame, args, kwargs)
+            state.frame = frame
+            try:
+                out = body[1](module, *args, **kwargs)
+            except BaseException as error:
+                fail(frame, error)
+                raise
+            state.frame = parent
+            if returns:
+                mode.note_module(frame, out)
+            return out
+
+        return short_call
 
     def remove(self) -> None:
         """Puts back what `install` replaced, where nobody has replaced it again."""
@@ -142,16 +193,8 @@ class ModuleRecorder:
                 return None
             paths = self._adopt(module)
         parent = state.frame
-        if parent is not None:
-            if id(module) in tracer.table.compiled:
-                return None  # a compiled submodule: its region is its parent's
-            if (
-                type(state.mode) is meta.MetaRecorder
-                and len(paths) == 1
-                and not torch.is_grad_enabled()
-                and _current_node() is None
-            ):
-                return self._enter_plainly(state, module, paths[0], parent, args, kwargs)
+        if parent is not None and id(module) in tracer.table.compiled:
+            return None  # a compiled submodule: its region is its parent's
         frame = None
         try:
             frame = self._enter(state, module, paths, parent, args, kwargs)
@@ -166,31 +209,6 @@ class ModuleRecorder:
             frame.mode.start()
         if frame.is_root:
             tracer.root_entered(frame.model)
-        state.frame = frame
-        return frame
-
-    def _enter_plainly(
-        self,
-        state: ThreadState,
-        module: torch.nn.Module,
-        site: tuple[str, str],
-        parent: Frame,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Frame:
-        """As `_enter` where nothing can be special: a call inside a call, no values, no gradients."""
-        tracer = self._tracer
-        model, path = site
-        step = parent.step
-        ops, returns = tracer.wanted(path, step)
-        call = tracer.counters.next_call(model, step, "fwd", path)
-        frame = Frame(model, path, call, "fwd", step, module, parent, ops, returns)
-        frame.opened = state.mode.last + 1
-        if returns and tracer.options.inputs:
-            try:
-                frame.inputs = meta.leaves_of(args, kwargs)
-            except Exception as error:
-                tracer.fault(error)
         state.frame = frame
         return frame
 
@@ -214,13 +232,6 @@ class ModuleRecorder:
         return state
 
     def _end(self, frame: Frame, out: Any) -> None:
-        state = self._tracer.state
-        if type(state.mode) is meta.MetaRecorder and not (frame.is_root or torch.is_grad_enabled()):
-            # Nothing to undo and nothing to look at but a shape: the short way.
-            state.frame = frame.parent
-            if frame.records_module:
-                state.mode.note_module(frame, out)
-            return
         self._leave(self._unwind(frame), frame, out, "")
 
     def _fail(self, frame: Frame, error: BaseException) -> None:
