@@ -22,6 +22,7 @@ from dispatch_trace.align.pairs import Pair, Progress, pair_traces
 from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.errors import ConfigError, NotExecutableError
 from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.verdict import judge
 from dispatch_trace.metrics import derived
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
@@ -515,7 +516,7 @@ def align(
                 exact=exact,
                 tolerance=tolerance,
                 declared=declared,
-                golden=_golden(third, reader, rename=None, rows=rows, steps=chosen),
+                golden=None if third is None else _golden(third, reader, other, rename, rows, chosen),
             )
         )
     found = _combined(judgements)
@@ -537,13 +538,15 @@ def align(
     )
 
 
-def _golden(third: Trace | None, reader: RankReader, **options: Any) -> Any:
-    if third is None:
-        return None
+def _golden(third: Trace, ref: RankReader, target: RankReader, rename: Any, rows: Any, steps: Any) -> Golden:
+    """The golden run's part of this rank, lined up with both others; it has the reference's module paths."""
     for other in third.ranks:
-        if other.rank == reader.rank:
-            return pair_traces(reader, other, **options)
-    raise ConfigError(f"golden: {third.path} has no rank {reader.rank}.")
+        if other.rank == ref.rank:
+            return Golden(
+                pair_traces(other, ref, rows=rows, steps=steps),
+                pair_traces(other, target, rename=rename, rows=rows, steps=steps),
+            )
+    raise ConfigError(f"golden: {third.path} has no rank {ref.rank}.")
 
 
 def _combined(judgements: list[Judgement]) -> Judgement:

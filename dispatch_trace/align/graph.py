@@ -114,7 +114,7 @@ class Program:
         self.roots: list[Call] = []
         self.params: dict[tuple[str, str, str], list[StoredRecord]] = defaultdict(list)
         self.consumers: dict[Value, list[tuple[int, int]]] = defaultdict(list)
-        self._param_contents: dict[int, Value] = {}
+        self._leaves: dict[int, Value] = {}  # content -> the parameter or first reader that holds it
         self._origins: dict[Value, tuple[Origin, ...]] = {}
         self._edges: dict[int, StoredSlot | None] = {}
         for count, record in enumerate(reader.records()):
@@ -131,7 +131,11 @@ class Program:
                 self.params[(record.model, record.module, record.name)].append(record)
                 for slot in record.slots:
                     if slot.content >= 0:
-                        self._param_contents.setdefault(slot.content, (record.seq, slot.index))
+                        self._leaves.setdefault(slot.content, (record.seq, slot.index))
+        for record in self.records.values():
+            for slot in record.slots:
+                if slot.leaf and slot.content >= 0 and not slot.producers:
+                    self._leaves.setdefault(slot.content, (record.seq, slot.index))
         for record in self.records.values():
             if record.kind == "op" and not self.is_edge(record):
                 for slot in record.slots:
@@ -177,9 +181,9 @@ class Program:
             for origin in self._origins_of((seq, index)):
                 found.setdefault(origin.value, origin)
         if not found:
-            # An inner tensor of a parameter (a quantised weight's codes) is that parameter's.
-            inner = self._param_contents.get(slot.content) if slot.leaf and record.kind != "param" else None
-            return (Origin(inner if inner is not None else (record.seq, slot.index)),)
+            # One leaf may be read many times; an inner tensor of a parameter (its codes) is the parameter's.
+            known = self._leaves.get(slot.content) if slot.leaf and record.kind != "param" else None
+            return (Origin(known if known is not None else (record.seq, slot.index)),)
         if len(found) > 1:
             # Written piece by piece: what was only allocated is no part of the value.
             written = [o for o in found.values() if not is_empty(self.records[o.value[0]])]

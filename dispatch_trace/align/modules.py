@@ -69,7 +69,7 @@ class Renames:
             if not any(pattern.fullmatch(path) for path in ref):
                 raise RenameError(_no_match(pattern.pattern, ref, "the reference"))
         seen: dict[str, str] = {}
-        for path in ref:
+        for path in sorted(ref):
             new = self.apply(path)
             if new in target and seen.setdefault(new, path) != path:
                 raise RenameError(f"rename maps both {seen[new]!r} and {path!r} to {new!r}.")

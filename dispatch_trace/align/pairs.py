@@ -83,6 +83,7 @@ class Pairing:
       ref, target: the programs.
       comparer: compares their contents.
       models: models of the reference to models of the target.
+      steps: the only steps that are compared, None for all.
       calls: calls of the reference to calls of the target.
       ops: op pairs by the target's seq.
       ops_by_ref: the same by the reference's seq.
@@ -96,6 +97,7 @@ class Pairing:
     comparer: Comparer
     models: dict[str, str]
     renames: Renames
+    steps: Collection[int] | None = None
     calls: dict[CallKey, CallKey] = field(default_factory=dict)
     ops: dict[int, OpPair] = field(default_factory=dict)
     ops_by_ref: dict[int, OpPair] = field(default_factory=dict)
@@ -144,6 +146,7 @@ def pair_traces(
         Comparer(ref, target, cut),
         pair_models(ref, target),
         Renames(rename),
+        steps,
     )
     pairing.calls = pair_calls(pairing.ref, pairing.target, pairing.models, pairing.renames)
     _pair_ops(pairing, ignore_sizes=cut is not None, progress=progress)

@@ -17,6 +17,7 @@ from dispatch_trace.align.graph import Call, Program, Value
 from dispatch_trace.align.modules import host
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.modules import ModuleBlame
 from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.judge.operands import Operands, changed_arguments
 from dispatch_trace.judge.regions import Region, Regions
@@ -38,6 +39,8 @@ class Blame:
         self.sites = self._sites = Sites(noise)
         self._regions = Regions(noise)
         self._operands = Operands(noise, self._sites, self._regions)
+        self._ref_has_ops = any(record.kind == "op" for record in self._ref.records.values())
+        self._modules_only = ModuleBlame(noise, self._sites)
 
     # Entry points -----------------------------------------------------------------------------------
 
@@ -45,6 +48,8 @@ class Blame:
         """For a wrong value that an op of the target made."""
         state = self._noise.state(value)
         region = self._regions.of(value, state)
+        if not self._ref_has_ops:
+            return self._without_ref_ops(region, state)
         if state.link is not None and self._ref.records[state.link.ref[0]].kind == "param":
             return self._made_parameter(region, state, self._ref.records[state.link.ref[0]])
         for rule in (
@@ -87,6 +92,9 @@ class Blame:
         """For what a compiled region returned: only the producer of its output can be named."""
         state = self._noise.state(value)
         record = self._target.records[value[0]]
+        inside = self._modules_only.find(self._target.call_of(record))
+        if inside is not None:
+            return inside
         evidence = self._sites.evidence(state) | {"region": record.note or "opaque"}
         hint = "inside a compiled region: the op that produced the reference's output is named"
         owner = None if state.link is None else self._ref.records[state.link.ref[0]]
@@ -121,6 +129,13 @@ class Blame:
         return self._sites.finding(
             view or target, view.op if view is not None else None, "wiring", evidence, state
         )
+
+    def _without_ref_ops(self, region: Region, state: State) -> Finding:
+        """The reference was recorded by modules only: the module is certain, the op if there is just one."""
+        ops = region.only_target or [region.target]
+        evidence = self._sites.evidence(state) | {"target_ops": [r.op for r in ops]}
+        op = ops[0].op if len(ops) == 1 else None
+        return self._sites.finding(region.target, op, "introduced", evidence, state)
 
     # Rules, in order --------------------------------------------------------------------------------
 

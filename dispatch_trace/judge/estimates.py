@@ -220,7 +220,7 @@ def _gain(
         spread = max(1.0, min(size / least, 30.0)) if least and exponent <= 1.0 else 1.0
         return exponent * spread
     if name in ("exp", "expm1", "exp2"):
-        return max(1.0, size)
+        return max(1.0, sizes[slot.name].top)  # the largest results make up the norm
     if name == "log":
         return max(1.0, 1.0 / result)
     if group == "softmax":

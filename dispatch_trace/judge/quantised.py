@@ -29,6 +29,7 @@ HEALTHY = 1 / math.sqrt(12)
 WORST_RATIO = HEALTHY * 10 ** (3 / 20)
 MAX_LEVELS = 1 << 10
 _GROUPS = (0, 256, 128, 64, 32)
+_SYMMETRIC_CODES = (7, 8, 15, 16, 31, 63, 127, 128, 255)
 
 
 def quantisation_noise(pairing: Pairing, link: Link, difference: Difference) -> str | None:
@@ -76,28 +77,11 @@ def _rows_on_grid(values: Array, wanted: Array, roundoff: float) -> float | None
         return None
     total, count = 0.0, 0
     for row, original in zip(values, wanted, strict=True):
-        levels = np.unique(row)
-        if levels.size < 2:
-            if np.abs(row - original).max(initial=0.0) > 0 and levels.size == 1 and row[0] != 0:
-                return None
+        if np.array_equal(row, original):
             continue
-        top = float(np.abs(levels).max())
-        gaps = np.diff(levels)
-        gaps = gaps[gaps > 8 * roundoff * top]
-        if not gaps.size or levels.size > MAX_LEVELS:
-            return None
-        step = float(gaps.min())
-        codes = (row - levels[0]) / step
-        nearest = np.rint(codes)
-        span = float(nearest.max())
-        if span > MAX_LEVELS or span < 1:
-            return None
-        step = float(np.dot(row - levels[0], nearest) / np.dot(nearest, nearest))  # best fit
-        off = np.abs((row - levels[0]) - nearest * step)
-        if float(off.max()) > 0.02 * step + 8 * roundoff * top:
-            return None
+        step = _step_of(row, roundoff)
         error = row - original
-        if float(np.abs(error).max()) > 1.5 * step:
+        if step is None or float(np.abs(error).max()) > 1.5 * step:
             return None
         total += float(np.dot(error, error)) / step**2
         count += row.size
@@ -105,6 +89,34 @@ def _rows_on_grid(values: Array, wanted: Array, roundoff: float) -> float | None
         return None
     ratio = math.sqrt(total / count)
     return ratio if ratio <= WORST_RATIO else None
+
+
+def _step_of(row: Array, roundoff: float) -> float | None:
+    """The step of the grid that all values of a row lie on: the largest that fits, None where none does.
+
+    Tried are fractions of the smallest gap between values, and the steps that a symmetric quantiser of a few
+    bits takes for this range.
+    """
+    levels = np.unique(row)
+    top = float(np.abs(levels).max())
+    gaps = np.diff(levels)
+    gaps = gaps[gaps > 8 * roundoff * top]
+    if not gaps.size:
+        return None
+    gap = float(gaps.min())
+    steps = [gap / k for k in range(1, 9)] + [top / n for n in _SYMMETRIC_CODES]
+    for start in (0.0, float(levels[0])):
+        shifted = levels - start
+        for step in sorted(steps, reverse=True):
+            nearest = np.rint(shifted / step)
+            square = float(np.dot(nearest, nearest))
+            if not square or float(np.abs(nearest).max()) > MAX_LEVELS:
+                continue
+            fitted = float(np.dot(shifted, nearest)) / square
+            off = float(np.abs(shifted - nearest * fitted).max())
+            if off <= 0.02 * fitted + 8 * roundoff * top:
+                return fitted
+    return None
 
 
 @dataclass(frozen=True, slots=True)

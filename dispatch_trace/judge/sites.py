@@ -86,7 +86,7 @@ class Sites:
         op: str | None,
         label: str,
         evidence: dict[str, Any],
-        state: State,
+        state: State | None,
         *,
         at: StoredRecord,
         hint: str | None = None,

@@ -22,6 +22,7 @@ from dispatch_trace.judge.coverage import count_coverage, make_pairs
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
+from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.judge.operands import changed_arguments
 from dispatch_trace.judge.parameters import changed_parameters
@@ -62,7 +63,7 @@ def judge(
     exact: bool = False,
     tolerance: float | None = None,
     declared: Any = None,
-    golden: Pairing | None = None,
+    golden: Golden | None = None,
 ) -> Judgement:
     """Judges a pair of ranks by estimates.
 
@@ -71,16 +72,17 @@ def judge(
       exact: any difference counts.
       tolerance: relative error that is allowed at every site.
       declared: see `Declaration`.
-      golden: the reference lined up with a run of it in higher precision.
+      golden: a run in higher precision, lined up with both.
     """
     noise = NoisePass(pairing, exact=exact, tolerance=tolerance, declared=Declaration.of(declared))
     noise.run()
-    return _Judge(pairing, noise).judgement()
+    return _Judge(pairing, noise, golden).judgement()
 
 
 class _Judge:
-    def __init__(self, pairing: Pairing, noise: NoisePass) -> None:
+    def __init__(self, pairing: Pairing, noise: NoisePass, golden: Golden | None) -> None:
         self._pairing = pairing
+        self._golden = golden
         self._noise = noise
         self._blame = Blame(noise)
         self._target: Program = pairing.target
@@ -91,6 +93,8 @@ class _Judge:
     def judgement(self) -> Judgement:
         outputs = self._outputs()
         fatal = self._fatal(outputs)
+        if self._golden is not None:
+            fatal, outputs = self._against_golden(fatal, outputs, self._golden)
         suspects = self._suspects(fatal)
         findings = _distinct([*fatal, *suspects])
         self._check_outputs(outputs, findings)
@@ -105,6 +109,35 @@ class _Judge:
             notices=self._notices,
             reasons=self._reasons if verdict == "inconclusive" else [],
         )
+
+    def _against_golden(
+        self, fatal: list[Finding], outputs: list[Output], golden: Golden
+    ) -> tuple[list[Finding], list[Output]]:
+        """What the golden run says of the findings: the target may be as far from it as the reference is."""
+        scores = golden.scores()
+        if not scores:
+            self._notices.append("the golden run shares no comparable output with both traces")
+            return fatal, outputs
+        errors = {name: [target, ref] for name, (target, ref, _) in scores.items()}
+        if not golden.allows():
+            return [replace(f, evidence={**f.evidence, "golden_errors": errors}) for f in fatal], outputs
+        self._notices.append(
+            "the golden run: the target's outputs are as close to it as the reference's "
+            + "; ".join(
+                f"{name}: {target:.3g} against {ref:.3g}" for name, (target, ref, _) in scores.items()
+            )
+        )
+        excused = [
+            replace(
+                f,
+                label="suspect",
+                fatal=False,
+                evidence={"kind": f.label, **f.evidence, "golden_errors": errors},
+            )
+            for f in fatal
+        ]
+        fine = [replace(o, explained=True, flags=frozenset()) if o.explained is False else o for o in outputs]
+        return excused, fine
 
     # Outputs ----------------------------------------------------------------------------------------
 
@@ -480,7 +513,7 @@ class _Judge:
         for name, reader in (("reference", pairing.ref.reader), ("target", pairing.target.reader)):
             if not reader.complete:
                 self._reasons.append(f"the {name} trace is not complete")
-        only = unpaired_steps(pairing.ref.reader, pairing.target.reader, None)
+        only = unpaired_steps(pairing.ref.reader, pairing.target.reader, pairing.steps)
         for name, numbers in (("reference", only[0]), ("target", only[1])):
             if numbers:
                 self._reasons.append(f"steps that only the {name} has: {', '.join(map(str, numbers[:5]))}")
