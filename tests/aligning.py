@@ -68,7 +68,7 @@ def changed(change: Callable[[Any], Any], model: nn.Module | None = None) -> nn.
 def align_models(
     folder: Path, reference: nn.Module, target: nn.Module, *inputs: Any, save: str = "tensors", **options: Any
 ) -> dt.Alignment:
-    """Records both on the same inputs (cast where the target's parameters are of another dtype), and aligns."""
+    """Records both on the same inputs (cast to the dtype of the target's parameters), and aligns."""
     dtypes = {p.dtype for p in target.parameters() if p.is_floating_point()}
     cast = [
         x.to(next(iter(dtypes))) if len(dtypes) == 1 and torch.is_floating_point(x) else x for x in inputs

@@ -11,9 +11,9 @@ import torch
 from aligning import record
 from torch import nn
 
-from dispatch_trace.align.content import EXTREME, Comparer, Rows, arrays_difference
+from dispatch_trace.align.content import EXTREME, Comparer, Difference, Rows, arrays_difference
 from dispatch_trace.errors import ConfigError
-from dispatch_trace.store.reader import open_ranks
+from dispatch_trace.store.reader import RankReader, open_ranks
 
 
 class Give(nn.Module):
@@ -25,20 +25,21 @@ class Give(nn.Module):
         return tuple(value.clone() for value in self.values)
 
 
+def recorded(folder: Path, save: str, *models: nn.Module) -> tuple[list[RankReader], list[int]]:
+    """Traces of the models, and the content that each returns."""
+    ranks = [
+        open_ranks(record(folder / f"{number}-{save}", model, torch.ones(1), save=save, overwrite=True))[0]
+        for number, model in enumerate(models)
+    ]
+    outputs = [[s for r in rank.records(kind="module") for s in r.slots if s.role == "out"] for rank in ranks]
+    return ranks, [slots[0].content for slots in outputs]
+
+
 def comparer(
     folder: Path, ref: torch.Tensor, target: torch.Tensor, save: str, rows: Rows | None = None
-) -> object:
+) -> Difference:
     """The difference of two recorded outputs."""
-    ranks = [
-        open_ranks(record(folder / f"{name}-{save}", Give(value), torch.ones(1), save=save, overwrite=True))[
-            0
-        ]
-        for name, value in (("a", ref), ("b", target))
-    ]
-    ids = [
-        next(s.content for r in rank.records(kind="module") for s in r.slots if s.role == "out")
-        for rank in ranks
-    ]
+    ranks, ids = recorded(folder, save, Give(ref), Give(target))
     return Comparer(ranks[0], ranks[1], rows).compare(*ids)
 
 
@@ -141,14 +142,7 @@ def test_one_wrong_row_is_found_in_a_large_tensor(tmp_path: Path) -> None:
 
 def test_a_permuted_tensor_is_recognised(tmp_path: Path) -> None:
     x = torch.randn(8, 8)
-    ranks = [
-        open_ranks(record(tmp_path / name, Give(value), torch.ones(1)))[0]
-        for name, value in (("a", x), ("b", x.t().contiguous()))
-    ]
-    ids = [
-        next(s.content for r in rank.records(kind="module") for s in r.slots if s.role == "out")
-        for rank in ranks
-    ]
+    ranks, ids = recorded(tmp_path, "tensors", Give(x), Give(x.t().contiguous()))
     found = Comparer(*ranks).permuted(*ids, limit=1e-6)
     assert found is not None and found.transform == "permuted (1, 0)"
 

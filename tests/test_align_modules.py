@@ -52,7 +52,7 @@ def test_rules_that_contradict_each_other_are_an_error() -> None:
         Renames(["a=b", "a=c"])
     with pytest.raises(RenameError, match="no regular expression"):
         Renames({"a(": "b"})
-    with pytest.raises(ConfigError, match="expected {reference path: target path}"):
+    with pytest.raises(ConfigError, match=r"expected .reference path: target path."):
         Renames(["no equals sign"])
 
 

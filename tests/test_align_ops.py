@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def best_total(first: str, second: str) -> float:
 def test_pairs_ascend_on_both_sides_and_belong_together(first: str, second: str) -> None:
     pairs = align_sequences(matrix(first, second))
     assert pairs == sorted(pairs) and len({j for _, j in pairs}) == len(pairs)
-    assert all(i < k and j < m for (i, j), (k, m) in zip(pairs, pairs[1:], strict=False))
+    assert all(i < k and j < m for (i, j), (k, m) in itertools.pairwise(pairs))
     assert all(first[i] == second[j] for i, j in pairs)
 
 
