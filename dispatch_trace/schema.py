@@ -242,7 +242,7 @@ class RawRecord:
         self.note = note
 
 
-# A record that the writer's thread puts together: (make, seq, *arguments), make(seq, *arguments) -> RawRecord.
+# A record that the writer's thread puts together: (make, seq, *arguments) stands for make(seq, *arguments).
 LaterRecord = tuple[Any, ...]
 
 
@@ -287,7 +287,7 @@ class StoredContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSlot:
-    """One tensor or plain value of a stored record; attributes as in `RawSlot`, content by number (-1: none)."""
+    """One tensor or plain value of a record; attributes as in `RawSlot`, content by number (-1: none)."""
 
     name: str
     role: str

@@ -194,8 +194,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{'of medians':>10} {'drained':>8} {'added us/op':>12}"
     ]
     lines += [
-        f"{r['size']:5} {r['threads']:>7} {r['pass']:8} {r['row']:16} {r['ms_min']:>9.3f} {r['ms_median']:>9.3f} "
-        f"{r['ratio_min']:>6.2f} {r['ratio_median']:>10.2f} {r['drained_ratio_min']:>8.2f} {r['us_per_op']:>12.2f}"
+        f"{r['size']:5} {r['threads']:>7} {r['pass']:8} {r['row']:16} "
+        f"{r['ms_min']:>9.3f} {r['ms_median']:>9.3f} {r['ratio_min']:>6.2f} "
+        f"{r['ratio_median']:>10.2f} {r['drained_ratio_min']:>8.2f} {r['us_per_op']:>12.2f}"
         for r in rows
     ]
     return "\n".join(lines)
