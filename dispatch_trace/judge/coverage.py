@@ -9,7 +9,7 @@ from typing import Any
 
 from dispatch_trace.align.canon import is_empty
 from dispatch_trace.align.graph import Program, Value, slot_numel
-from dispatch_trace.align.pairs import Outcome, Pair, Pairing
+from dispatch_trace.align.pairs import Outcome, Pair, Pairing, paired_slots
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.schema import StoredRecord
@@ -83,14 +83,9 @@ class _Rows:
 
     def _measure(self, row: Pair, ref: StoredRecord, target: StoredRecord) -> None:
         """The worst difference of outputs that somebody reads."""
-        theirs = {s.name: s for s in ref.slots if s.role != "in" and s.is_tensor}
+        theirs = [s for s in ref.slots if s.role != "in" and s.is_tensor]
         outputs = [s for s in target.slots if s.role != "in" and s.is_tensor]
-        for slot in outputs:
-            twin = theirs.get(slot.name) or (
-                next(iter(theirs.values())) if len(theirs) == len(outputs) == 1 else None
-            )
-            if twin is None:
-                continue
+        for twin, slot in paired_slots(ref, theirs, target, outputs):
             unread = (
                 target.kind == "op"
                 and len(outputs) > 1
