@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dispatch_trace.schema import NO_CALL, GradPhase
+from dispatch_trace.schema import NO_CALL, GradPhase, Kind, RawRecord
 
 _current_node = torch._C._current_autograd_node
 _sequence_nr = torch._C._autograd._get_sequence_nr
@@ -82,6 +82,19 @@ class Frame:
         self.inputs: list[Any] = []
         self.is_root = False
         self.mode: Any = None
+
+    def record(self, seq: int, kind: Kind, **fields: Any) -> RawRecord:
+        """A record at this site."""
+        return RawRecord(
+            seq,
+            kind,
+            step=self.step,
+            model=self.model,
+            grad_phase=self.phase,
+            module=self.path,
+            call=self.call,
+            **fields,
+        )
 
 
 class ThreadState(threading.local):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.schema import RawRecord
 
 # The recordings in progress; a registry, because model code has no other way to reach them.
 ACTIVE: list[Tracer] = []
@@ -39,14 +38,9 @@ def capture_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
                 tracer.set_save(tracer.options.save_of(frame.path))
                 slots = tracer.value_slots("out", tensor, "out")
             tracer.put(
-                RawRecord(
+                frame.record(
                     tracer.next_seq(),
                     "inline",
-                    step=frame.step,
-                    model=frame.model,
-                    grad_phase=frame.phase,
-                    module=frame.path,
-                    call=frame.call,
                     name=name,
                     n=n,
                     slots=slots,

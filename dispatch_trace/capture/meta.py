@@ -159,14 +159,9 @@ def op_record(
     thread: int,
 ) -> RawRecord:
     """The record of an op, from what `note_op` noted."""
-    record = RawRecord(
+    record = frame.record(
         seq,
         "op",
-        step=frame.step,
-        model=frame.model,
-        grad_phase=frame.phase,
-        module=frame.path,
-        call=frame.call,
         op=info.base,
         n=n,
         overload=info.overload,
@@ -202,14 +197,9 @@ def module_record(
     seq: int, frame: Frame, outputs: Sequence[tuple[str, Any]], note: str, thread: int
 ) -> RawRecord:
     """The record of a module call, from the leaves noted at its entry and its return."""
-    record = RawRecord(
+    record = frame.record(
         seq,
         "module",
-        step=frame.step,
-        model=frame.model,
-        grad_phase=frame.phase,
-        module=frame.path,
-        call=frame.call,
         opened=frame.opened,
         thread=thread,
         note=note,

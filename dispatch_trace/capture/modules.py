@@ -21,7 +21,6 @@ from dispatch_trace.capture import meta
 from dispatch_trace.capture.frames import Frame, ThreadState, mark_sequence, resolve_path
 from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.schema import RawRecord
 
 _MISSING = object()
 _current_node = torch._C._current_autograd_node
@@ -310,14 +309,9 @@ class ModuleRecorder:
                     tracer.record_written_parameters(state, frame.step)
             producers = [s.producers[-1][0] for s in slots[first:] if s.is_tensor and s.producers]
             tracer.put(
-                RawRecord(
+                frame.record(
                     tracer.next_seq(),
                     "module",
-                    step=frame.step,
-                    model=frame.model,
-                    grad_phase=frame.phase,
-                    module=frame.path,
-                    call=frame.call,
                     slots=slots,
                     producer=producers[0] if producers else -1,
                     opened=frame.opened,

@@ -325,14 +325,9 @@ def before_op(
     n = frame.counts.get(info.base, 0)
     frame.counts[info.base] = n + 1
     seq = tracer.next_seq()
-    record = RawRecord(
+    record = frame.record(
         seq,
         "op",
-        step=frame.step,
-        model=frame.model,
-        grad_phase=frame.phase,
-        module=frame.path,
-        call=frame.call,
         op=info.base,
         n=n,
         overload=info.overload,
