@@ -334,3 +334,57 @@ def test_a_golden_run_excuses_what_is_no_worse_than_the_reference(tmp_path: Path
     judged = dt.align(ref, wrong, golden=golden)
     assert judged.verdict == "diverged"
     assert judged.first is not None and judged.first.evidence["golden_errors"]
+
+
+# Backward ---------------------------------------------------------------------------------------------
+
+
+class ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is off by a tenth."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * 1.1
+
+
+def train(path: Path, model: nn.Module, x: torch.Tensor, save: str) -> Path:
+    with dt.record(path, model, save=save, overwrite=True) as rec, rec.step():
+        model(x).float().pow(2).mean().backward()
+    return path
+
+
+@SAVES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_wrong_gradient_is_found_though_the_output_is_right(
+    tmp_path: Path, save: str, dtype: torch.dtype
+) -> None:
+    def plant(model: Any) -> None:
+        norm = model.blocks[1].norm
+        forward = norm.forward
+        norm.forward = lambda x: ScaleGradient.apply(forward(x))
+
+    ref = train(tmp_path / "ref", net(), batch(), save)
+    clean = train(tmp_path / "clean", net().to(dtype), batch().to(dtype), save)
+    wrong = train(tmp_path / "wrong", changed(plant).to(dtype), batch().to(dtype), save)
+    assert dt.align(ref, clean).verdict == "match"
+    alignment = dt.align(ref, wrong)
+    assert alignment.verdict == "diverged" and alignment.first is not None
+    assert (alignment.first.module, alignment.first.op) == ("blocks.1.norm", "aten.mul")
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_defect(tmp_path: Path) -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.bias).softmax(-1) * x  # a shift changes no softmax: its gradient cancels
+
+    ref = train(tmp_path / "ref", Shift().double(), batch().double(), "tensors")
+    target = train(tmp_path / "target", Shift(), batch(), "tensors")
+    assert dt.align(ref, target).verdict == "match"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,17 +236,27 @@ class BodyAligner:
             partner = self.partner.get(seq)
             return None if partner is None else (partner, _slot_in(self._ref, partner, owner, value[1]))
 
-        for slot in program.inputs(record):
-            for origin in program.origins(record, slot):
-                key = name(origin.value)
-                if key is not None:
-                    found[("in", key)] += 1
+        for value in _terms(program, record):
+            key = name(value)
+            if key is not None:
+                found[("in", key)] += 1
         for slot in program.outputs(record):
             for seq, _ in program.consumers.get((record.seq, slot.index), ()):
                 reader = seq if ref_side and seq in self._partner_of_ref else self.partner.get(seq)
                 if reader is not None:
                     found[("out", reader)] += 1
         return found
+
+
+def _terms(program: Program, record: StoredRecord, depth: int = 6) -> Iterator[Value]:
+    """What an op reads; for a sum, the terms of all sums that it is made of, in whatever order."""
+    for slot in program.inputs(record):
+        for origin in program.origins(record, slot):
+            source = program.records[origin.value[0]]
+            if depth and short(record.op) == short(source.op) == "add":
+                yield from _terms(program, source, depth - 1)
+            else:
+                yield origin.value
 
 
 def _slot_in(ref: Program, ref_seq: int, record: StoredRecord, index: int) -> int:

@@ -21,7 +21,7 @@ from dispatch_trace.schema import StoredRecord, StoredSlot
 C = 2.5
 ACCUMULATOR = 2.0**-24
 UNKNOWN_GAIN = 3.0
-MAX_GAIN = 1e6
+MAX_GAIN = 1e12
 
 Measure = Callable[[StoredRecord, StoredSlot], Magnitude]
 

@@ -185,6 +185,13 @@ class NoisePass:
         link, difference = found
         state.link, state.difference, state.rho = link, difference, difference.rho
         ref_noise = self._ref_noise.get(link.ref, 0.0)
+        # Predictions are relative to the target's own size, rho to the reference's: where a sum cancels to
+        # nothing in the reference, what rounding leaves of it in the target is large beside it.
+        ratio = self._size_ratio(link, record, out)
+        budget.free, budget.granted, budget.clean = (
+            ratio * part for part in (budget.free, budget.granted, budget.clean)
+        )
+        state.predicted = budget.full
         # With something wrong before it, a value is explained only if the wrong has healed.
         reckoned = budget.clean if budget.tainted else budget.full
         limit = self.band(math.hypot(reckoned, ref_noise), difference)
@@ -205,6 +212,14 @@ class NoisePass:
                 state.explained, state.flags = True, state.flags | {("flip", record.seq)}
                 state.clean = state.noise
         return state
+
+    def _size_ratio(self, link: Link, record: StoredRecord, out: StoredSlot) -> float:
+        """How much larger the target's value is than the reference's; at least 1."""
+        ref, target = link.ref_content, self.sizes.of_slot(record, out).rms
+        if ref < 0 or not target:
+            return 1.0
+        size = self.ref_sizes.of_content(ref).rms
+        return max(1.0, target / size) if size else 1.0
 
     def band(self, predicted: float, difference: Difference | None = None) -> float:
         """Up to which relative error a difference is noise."""
@@ -329,10 +344,10 @@ class NoisePass:
             budget.tainted = budget.tainted or suspicious
             worst_clean = max(worst_clean, min(gain, 1.0) * clean)
             if flags:
-                budget.granted = math.hypot(budget.granted, min(share, 2.0))
+                budget.granted = math.hypot(budget.granted, share)
                 budget.flags |= flags
             else:
-                parts.append(min(share, 2.0))
+                parts.append(share)
         budget.clean = math.hypot(tau, worst_clean) if paired else max(tau, worst_clean)
         # Between anchors rounding is counted once: a long loop in low precision must not excuse itself.
         budget.free = math.hypot(*parts) if paired else max(parts)
@@ -349,7 +364,7 @@ class NoisePass:
                     if self.is_measured(origin.value):
                         continue
                     noise = max(noise, self._ref_noise.get(origin.value, 0.0), _cast_noise(program, origin))
-                parts.append(min(gain * noise, 2.0))
+                parts.append(gain * noise)
             value = (record.seq, out.index)
             paired = record.seq in self.pairing.ops_by_ref
             self._ref_noise[value] = math.hypot(*parts) if paired else max(parts)
@@ -378,15 +393,22 @@ class NoisePass:
                 return True
         return False
 
+    def border(self, record: StoredRecord) -> float:
+        """Roundoff of what goes in or out of the target's call that an op stands in."""
+        return self._border(0, self.pairing.target, self.pairing.target.call_of(record))
+
+    def ref_border(self, record: StoredRecord) -> float:
+        """The same in the reference."""
+        return self._border(1, self.pairing.ref, self.pairing.ref.call_of(record))
+
     def _allowed(self, record: StoredRecord, out: StoredSlot, links: Iterable[Link]) -> float:
         """The coarsest roundoff that this op may have: the target module's border, or the reference's."""
-        border = self._border(0, self.pairing.target, self.pairing.target.call_of(record))
-        coarsest = [border]
+        coarsest = [self.border(record)]
         for link in links:
             owner = self.pairing.ref.records[link.ref[0]]
             if owner.kind == "op":
                 coarsest.append(roundoff(self.pairing.ref.slot(link.ref).dtype))
-                coarsest.append(self._border(1, self.pairing.ref, self.pairing.ref.call_of(owner)))
+                coarsest.append(self.ref_border(owner))
         coarsest.append(self.declared.output(record))
         return max(coarsest)
 

@@ -27,7 +27,7 @@ from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.judge.operands import changed_arguments
 from dispatch_trace.judge.parameters import changed_parameters
 from dispatch_trace.judge.persistence import is_hidden, module_values
-from dispatch_trace.schema import StoredRecord, StoredSlot
+from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 
 MIN_COVERAGE = 0.9
 # An ill-conditioned step may lose this many units of the border's precision before something is amiss.
@@ -156,9 +156,7 @@ class _Judge:
                 continue
             compared += 1
             found += self._root_outputs(ref.record, target.record)
-        if not compared:
-            found = self._sinks()
-        return found
+        return [*found, *self._sinks(everything=not compared)]
 
     def _root_outputs(self, ref: StoredRecord, target: StoredRecord) -> list[Output]:
         theirs = {s.name: s for s in ref.slots if s.role == "out" and s.is_tensor}
@@ -201,12 +199,18 @@ class _Judge:
             flags if not difference.equal else frozenset(),
         )
 
-    def _sinks(self) -> list[Output]:
-        """Values that no recorded op reads: all that is left to judge by when no root returned anything."""
+    def _sinks(self, *, everything: bool) -> list[Output]:
+        """Results that no recorded op reads, beside what roots return: gradients, updated weights.
+
+        Args:
+          everything: no root returned anything, so that they are all that is left to judge by.
+        """
         found = []
         for value, state in self._noise.states.items():
             record = self._target.records[value[0]]
             if record.kind != "op" or self._target.consumers.get(value) or is_factory(record):
+                continue
+            if not (everything or record.grad_phase == "bwd" or record.call == NO_CALL):
                 continue
             if state.difference is not None and state.link is not None:
                 ref = self._pairing.ref.records[state.link.ref[0]]
@@ -366,7 +370,10 @@ class _Judge:
         if pair is None:
             return None
         ours = self._target.outputs(record)
-        theirs = self._pairing.ref.outputs(self._pairing.ref.records[pair.ref])
+        ref = self._pairing.ref.records[pair.ref]
+        theirs = self._pairing.ref.outputs(ref)
+        if self._noise.border(record) > self._noise.ref_border(ref):
+            return None  # the target as a whole is in a lower precision, which nobody hides
         if (
             not ours
             or not theirs
@@ -496,7 +503,7 @@ class _Judge:
                     f"output {output.slot.name} is off by {output.difference.rho:.3g} "
                     "and nothing could be blamed for it"
                 )
-            elif output.explained and output.flags:
+            elif output.explained and output.flags and output.record.kind == "module":
                 kinds = {
                     "cast": "an undeclared cast",
                     "ill": "an ill-conditioned step",
