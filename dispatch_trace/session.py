@@ -21,10 +21,12 @@ import numpy as np
 from dispatch_trace.align.pairs import Pair, Progress, pair_traces
 from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.errors import ConfigError, NotExecutableError
-from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.golden import Golden
+from dispatch_trace.judge.ranks import combined, setting_notices
 from dispatch_trace.judge.verdict import judge
 from dispatch_trace.metrics import derived
+from dispatch_trace.report.facts import html_table, jsonable, pair_row
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader, open_ranks
 
@@ -369,7 +371,7 @@ class Trace:
             "torch": self.header.get("torch_version", ""),
             "save": self.header.get("options", {}).get("save", ""),
         }
-        return _html_table(["", ""], [[key, value] for key, value in rows.items()])
+        return html_table(["", ""], [[key, value] for key, value in rows.items()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +415,7 @@ class Alignment:
           path: also written there.
         Returns: plain data; numbers that JSON lacks (inf, nan) stand as strings.
         """
-        found = _jsonable(
+        found = jsonable(
             {
                 "schema": SCHEMA,
                 "ref": self.ref,
@@ -424,7 +426,7 @@ class Alignment:
                 "coverage": self.coverage,
                 "notices": self.notices,
                 "reasons": self.reasons,
-                "pairs": [_pair_row(pair) for pair in self.pairs],
+                "pairs": [pair_row(pair) for pair in self.pairs],
             }
         )
         if path is not None:
@@ -455,7 +457,7 @@ class Alignment:
             for f in self.findings[:20]
         ]
         heading = f"<p><b>{html.escape(self.verdict)}</b> {html.escape(', '.join(self.reasons))}</p>"
-        return heading + _html_table(["label", "", "step", "module", "op", "source", "hint"], rows)
+        return heading + html_table(["label", "", "step", "module", "op", "source", "hint"], rows)
 
 
 def open(path: str | os.PathLike[str]) -> Trace:
@@ -503,7 +505,7 @@ def align(
         raise ConfigError(f"tolerance={tolerance!r}: expected a finite number that is not negative.")
     chosen = chosen_steps(steps)
     judgements = []
-    notices = _notices(first, second)
+    notices = setting_notices(first.ranks, second.ranks)
     theirs = {reader.rank: reader for reader in second.ranks}
     for reader in first.ranks:
         other = theirs.get(reader.rank)
@@ -519,7 +521,7 @@ def align(
                 golden=None if third is None else _golden(third, reader, other, rename, rows, chosen),
             )
         )
-    found = _combined(judgements)
+    found = combined(judgements)
     unpaired = {r.rank for r in first.ranks} ^ set(theirs)
     reasons = list(found.reasons)
     verdict = found.verdict
@@ -547,139 +549,6 @@ def _golden(third: Trace, ref: RankReader, target: RankReader, rename: Any, rows
                 pair_traces(other, target, rename=rename, rows=rows, steps=steps),
             )
     raise ConfigError(f"golden: {third.path} has no rank {ref.rank}.")
-
-
-def _combined(judgements: list[Judgement]) -> Judgement:
-    """One judgement for all ranks: the worst verdict, all findings and rows."""
-    if len(judgements) == 1:
-        return judgements[0]
-    if not judgements:
-        empty = {
-            "records": {},
-            "share": 0.0,
-            "compute_bytes": {"total": 0, "covered": 0, "deselected": 0, "share": 0.0},
-            "not_compared": {},
-        }
-        return Judgement(
-            verdict="inconclusive",
-            findings=[],
-            pairs=[],
-            coverage=empty,
-            notices=[],
-            reasons=["no rank in common"],
-        )
-    verdicts = [j.verdict for j in judgements]
-    findings = [f for j in judgements for f in j.findings]
-    records: dict[str, int] = {}
-    total = {"total": 0, "covered": 0, "deselected": 0}
-    why: dict[str, int] = {}
-    for judgement in judgements:
-        for key, count in judgement.coverage["records"].items():
-            records[key] = records.get(key, 0) + count
-        for key in total:
-            total[key] += judgement.coverage["compute_bytes"][key]
-        for key, count in judgement.coverage["not_compared"].items():
-            why[key] = why.get(key, 0) + count
-    compared = records.get("matched", 0) + records.get("absorbed", 0)
-    number = sum(records.values()) - records.get("deselected", 0)
-    return Judgement(
-        verdict="diverged"
-        if "diverged" in verdicts
-        else "match"
-        if set(verdicts) == {"match"}
-        else "inconclusive",
-        findings=sorted(findings, key=lambda f: not f.fatal),
-        pairs=[p for j in judgements for p in j.pairs],
-        coverage={
-            "records": records,
-            "share": compared / number if number else 0.0,
-            "compute_bytes": {**total, "share": total["covered"] / total["total"] if total["total"] else 0.0},
-            "not_compared": why,
-        },
-        notices=[n for j in judgements for n in j.notices],
-        reasons=[r for j in judgements for r in j.reasons],
-    )
-
-
-def _notices(ref: Trace, target: Trace) -> list[str]:
-    """What a reader should know of the two recordings, whatever the comparison says."""
-    found = []
-    if ref.path.resolve() == target.path.resolve():
-        found.append("a trace is compared with itself")
-    elif ref.header.get("start_time") is not None and ref.header["start_time"] == target.header.get(
-        "start_time"
-    ):
-        found.append("both traces are the same recording")
-    for name in ("torch_version", "num_threads", "cpu_capability", "device", "grad_enabled"):
-        a, b = ref.header.get(name), target.header.get(name)
-        if a != b:
-            found.append(f"{name.replace('_', ' ')}: {a} in the reference, {b} in the target")
-    a, b = ref.header.get("environment") or {}, target.header.get("environment") or {}
-    for name in sorted({*a, *b}):
-        if a.get(name) != b.get(name):
-            found.append(f"{name}: {a.get(name)} in the reference, {b.get(name)} in the target")
-    for name, trace in (("reference", ref), ("target", target)):
-        if not trace.complete:
-            why = [problem for rank in trace.ranks for problem in rank.problems]
-            for rank in trace.ranks:
-                why += [f"{k}: {v}" for k, v in ((rank.end or {}).get("dropped") or {}).items()]
-            if not trace.closed:
-                why.append("it was not closed")
-            found.append(f"the {name} is not complete ({'; '.join(why)})")
-    return found
-
-
-def _pair_row(pair: Pair) -> dict[str, Any]:
-    return {
-        "ref": None if pair.ref is None else _site(pair.ref),
-        "target": None if pair.target is None else _site(pair.target),
-        "outcome": pair.outcome,
-        "method": pair.method,
-        "confidence": pair.confidence,
-        "error": pair.error,
-        "band": pair.band,
-        "label": pair.label,
-        "worst_row": None if pair.worst_row is None else [list(pair.worst_row[0]), pair.worst_row[1]],
-        "notes": pair.notes,
-    }
-
-
-def _site(record: StoredRecord) -> dict[str, Any]:
-    return {
-        "seq": record.seq,
-        "kind": record.kind,
-        "step": record.step,
-        "rank": record.rank,
-        "model": record.model,
-        "grad_phase": record.grad_phase,
-        "module": record.module,
-        "call": None if record.call == NO_CALL else record.call,
-        "op": record.op or None,
-        "n": record.n,
-        "name": record.name,
-        "source": None if record.source is None else f"{record.source[0]}:{record.source[1]}",
-    }
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, Mapping):
-        return {str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
-    if isinstance(value, np.generic):
-        return _jsonable(value.item())
-    return value
-
-
-def _html_table(headings: list[str], rows: list[list[Any]]) -> str:
-    def cells(row: Iterable[Any], tag: str) -> str:
-        return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
-
-    head = f"<thead><tr>{cells(headings, 'th')}</tr></thead>" if any(headings) else ""
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f"<table>{head}<tbody>{body}</tbody></table>"
 
 
 __all__ = ["Alignment", "Finding", "Record", "Trace", "align", "open"]
