@@ -91,13 +91,7 @@ class RecordOptions:
         """Whether the ops of a module's body are recorded: those of selected modules and all beneath."""
         if self.level != "op":
             return False
-        if self.selector is None or self.selector.matches(path):
-            return True
-        while path:
-            path = path.rpartition(".")[0]
-            if self.selector.matches(path):
-                return True
-        return False
+        return self.selector is None or self.selector.covers(path)
 
     def header(self) -> dict[str, Any]:
         """The options as plain values, for the header of the trace."""

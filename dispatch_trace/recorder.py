@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
+from dispatch_trace.capture.frames import walk_modules
 from dispatch_trace.capture.inline import ACTIVE
 from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.modules import ModuleRecorder
 from dispatch_trace.capture.ops import OpRecorder
+from dispatch_trace.capture.snapshot import dtype_name
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, RecordOptions, record_options
-from dispatch_trace.errors import CaptureError, ConfigError, DispatchTraceError
+from dispatch_trace.errors import CaptureError, ConfigError
 from dispatch_trace.patterns import select_modules
 from dispatch_trace.schema import SCHEMA_VERSION
 from dispatch_trace.sketch import SKETCH_PARAMETERS
@@ -161,7 +163,7 @@ class record:
         options = self._options
         models = self._models
         if options.select and models:
-            paths = sorted({p for m in models.values() for p in _module_paths(m)})
+            paths = sorted({path for m in models.values() for path, _, _ in walk_modules(m)})
             for pattern in options.select:
                 select_modules([pattern], paths)
         writer = TraceWriter(
@@ -300,19 +302,6 @@ def _named_models(model: Any) -> dict[str, torch.nn.Module]:
     return dict(models)
 
 
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
-        module = module._orig_mod  # type: ignore[assignment]
-    return module
-
-
-def _module_paths(model: torch.nn.Module) -> list[str]:
-    return [
-        ".".join(p for p in path.split(".") if p != "_orig_mod")
-        for path, _ in model.named_modules(remove_duplicate=False)
-    ]
-
-
 def _plain_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -352,7 +341,7 @@ def _header(
         "inference_mode": torch.is_inference_mode_enabled(),
         "num_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "default_dtype": dtype_name(torch.get_default_dtype()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "environment": {
@@ -369,16 +358,12 @@ def _header(
 
 def _model_fields(models: dict[str, torch.nn.Module]) -> dict[str, Any]:
     """What the header says of the root models: device, classes and the module table."""
+    modules = _module_table(models)
+    classes = {row["model"]: row["class"] for row in modules if row["path"] == ""}
     return {
         "device": _device_of(models),
-        "models": {
-            name: {
-                "class": f"{type(_unwrapped(m)).__module__}.{type(_unwrapped(m)).__qualname__}",
-                "training": m.training,
-            }
-            for name, m in models.items()
-        },
-        "modules": _module_table(models),
+        "models": {name: {"class": classes[name], "training": m.training} for name, m in models.items()},
+        "modules": modules,
     }
 
 
@@ -391,37 +376,31 @@ def _device_of(models: dict[str, torch.nn.Module]) -> str:
 
 def _module_table(models: dict[str, torch.nn.Module]) -> list[dict[str, Any]]:
     """A row for every path, shared modules too: model, path, class, parameters (name, shape, dtype)."""
-    table: list[dict[str, Any]] = []
-    for name, model in models.items():
-        for path, module in model.named_modules(remove_duplicate=False):
-            parts = [p for p in path.split(".") if p != "_orig_mod"]
-            if path.split(".")[-1] == "_orig_mod" or isinstance(
-                getattr(module, "_orig_mod", None), torch.nn.Module
-            ):
-                module = _unwrapped(module)
-            parameters = []
-            for buffer, tensors in ((False, module._parameters), (True, module._buffers)):
-                for key, tensor in tensors.items():
-                    if tensor is None:
-                        continue
-                    lazy = torch.nn.parameter.is_lazy(tensor)
-                    parameters.append(
-                        {
-                            "name": key,
-                            "shape": None if lazy else [int(s) for s in tensor.shape],
-                            "dtype": str(tensor.dtype).removeprefix("torch."),
-                            "buffer": buffer,
-                        }
-                    )
-            row = {
-                "model": name,
-                "path": ".".join(parts),
-                "class": f"{type(module).__module__}.{type(module).__qualname__}",
-                "parameters": parameters,
-            }
-            if row not in table[-1:]:
-                table.append(row)
-    return table
+    return [
+        {
+            "model": name,
+            "path": path,
+            "class": f"{type(module).__module__}.{type(module).__qualname__}",
+            "parameters": _parameter_rows(module),
+        }
+        for name, model in models.items()
+        for path, module, compiled in walk_modules(model)
+        if not compiled
+    ]
+
+
+def _parameter_rows(module: torch.nn.Module) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": key,
+            "shape": None if torch.nn.parameter.is_lazy(tensor) else [int(s) for s in tensor.shape],
+            "dtype": dtype_name(tensor.dtype),
+            "buffer": buffer,
+        }
+        for buffer, tensors in ((False, module._parameters), (True, module._buffers))
+        for key, tensor in tensors.items()
+        if tensor is not None
+    ]
 
 
 def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:
@@ -465,4 +444,4 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-__all__ = ["DispatchTraceError", "check_observer", "current_rank", "record"]
+__all__ = ["check_observer", "current_rank", "record"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from dispatch_trace.schema import NO_CALL, GradPhase, Kind, RawRecord
+from dispatch_trace.schema import GradPhase, Kind, RawRecord
 
 _current_node = torch._C._current_autograd_node
 _sequence_nr = torch._C._autograd._get_sequence_nr
@@ -117,15 +117,35 @@ class ThreadState(threading.local):
         self.mode: Any = None
 
 
+def walk_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+    """(path, module, whether it wraps compiled code) of all modules, parents first.
+
+    `named_modules()` drops a module that is registered twice; here each path counts, because the same
+    object called through `dec.fc` belongs there and not to `enc.fc`. A compiled wrapper and what it wraps
+    have one path: `_orig_mod` never shows.
+    """
+    # A cycle ends where an object meets itself.
+    stack: list[tuple[str, torch.nn.Module, frozenset[int]]] = [("", root, frozenset())]
+    while stack:
+        path, module, above = stack.pop()
+        while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            yield path, module, True
+            module = inner
+        if id(module) in above:
+            continue
+        yield path, module, False
+        inside = above | {id(module)}
+        for name, child in reversed(list(module._modules.items())):
+            if child is not None:
+                stack.append((f"{path}.{name}" if path else name, child, inside))
+
+
 class ModuleTable:
     """The modules of one or several root models: object -> every path that reaches it.
 
     Attributes:
       roots: the root models by name.
       compiled: ids of the modules that are wrappers around compiled code.
-
-    `named_modules()` drops a module that is registered twice; here each path counts, because the same
-    object called through `dec.fc` belongs there and not to `enc.fc`.
     """
 
     def __init__(self) -> None:
@@ -137,21 +157,10 @@ class ModuleTable:
     def add_root(self, model: str, root: torch.nn.Module) -> None:
         """Registers `root` and all that is below it under the name `model`."""
         self.roots[model] = root
-        # A shared submodule is listed under each parent; a cycle ends where an object meets itself.
-        stack: list[tuple[str, torch.nn.Module, frozenset[int]]] = [("", root, frozenset())]
-        while stack:
-            path, module, above = stack.pop()
-            while hasattr(module, "_orig_mod") and isinstance(module._orig_mod, torch.nn.Module):
-                self._register(model, path, module)  # the compiled wrapper answers to the same path
-                self.compiled.add(id(module))
-                module = module._orig_mod
-            if id(module) in above:
-                continue
+        for path, module, compiled in walk_modules(root):
             self._register(model, path, module)
-            inside = above | {id(module)}
-            for name, child in reversed(list(module._modules.items())):
-                if child is not None:
-                    stack.append((f"{path}.{name}" if path else name, child, inside))
+            if compiled:
+                self.compiled.add(id(module))
 
     def _register(self, model: str, path: str, module: torch.nn.Module) -> None:
         self._modules[id(module)] = module
@@ -171,9 +180,6 @@ class ModuleTable:
         for key, module in self._modules.items():
             for model, path in self._paths[key]:
                 yield model, path, module
-
-    def paths(self, model: str | None = None) -> list[str]:
-        return [p for m, p, _ in self.items() if model is None or m == model]
 
 
 def resolve_path(candidates: list[tuple[str, str]], parent: Frame | None) -> tuple[str, str]:
@@ -281,7 +287,6 @@ def in_checkpoint_recompute() -> bool:
 
 
 __all__ = [
-    "NO_CALL",
     "Counters",
     "Frame",
     "ModuleTable",
@@ -290,4 +295,5 @@ __all__ = [
     "mark_sequence",
     "owner_of_node",
     "resolve_path",
+    "walk_modules",
 ]

@@ -246,7 +246,7 @@ class ModuleRecorder:
         kwargs: dict[str, Any],
     ) -> Frame | None:
         tracer = self._tracer
-        model, path = paths[0] if len(paths) == 1 else resolve_path(paths, parent)
+        model, path = resolve_path(paths, parent)
         is_root = False
         if parent is not None:
             step = parent.step

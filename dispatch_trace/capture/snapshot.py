@@ -57,7 +57,6 @@ class StorageEntry:
     __slots__ = (
         "alignment",
         "contents",
-        "covered",
         "definitions",
         "geometries",
         "leaves",
@@ -84,7 +83,6 @@ class StorageEntry:
         self.leaves: set[Geometry] = set()
         self.parameters: dict[Geometry, int] = {}
         self.version = 0
-        self.covered = False
         self.mask: torch.Tensor | None = None
 
     def forget(self) -> None:
@@ -96,7 +94,6 @@ class StorageEntry:
         self.leaves.clear()
         self.parameters.clear()
         self.origin = "leaf"
-        self.covered = False
         self.mask = None
 
 
@@ -461,7 +458,7 @@ class Storages:
         return not overlapping or g not in entry.geometries
 
     def _reads_unwritten(self, entry: StorageEntry, g: Geometry | None, tensor: torch.Tensor) -> bool:
-        if entry.covered or g in entry.geometries or g is None:
+        if g in entry.geometries or g is None:
             return False
         if entry.mask is not None and entry.mask.numel():
             dtype, offset, shape, strides, _ = g
@@ -487,10 +484,10 @@ class Storages:
         if entry.mask.numel() == elements:
             entry.mask.as_strided(shape, strides, offset).fill_(True)
             if bool(entry.mask.all()):
-                entry.covered, entry.origin = True, "op"
+                entry.origin = "op"
         elif sum(_numel(w[2]) * w[0].itemsize for w in entry.geometries) >= entry.nbytes:
             # Too large to track by element: distinct pieces that add up to the whole are taken as disjoint.
-            entry.covered, entry.origin = True, "op"
+            entry.origin = "op"
 
 
 def _producers(

@@ -39,7 +39,7 @@ def encode(value: Any) -> Any:
     if kind in PLAIN:
         return value
     if kind is torch.dtype:
-        return {"dtype": str(value).removeprefix("torch.")}
+        return {"dtype": dtype_name(value)}
     if kind is torch.device:
         return {"device": str(value)}
     if kind is torch.layout:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dispatch_trace.align.canon import family, short
-from dispatch_trace.align.graph import Call, Origin, Value
+from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.pairs import paired_slots, same_path, slot_role
 from dispatch_trace.judge.findings import Finding
@@ -156,27 +156,11 @@ class Operands:
 
     def differing_view(self, theirs: Origin, ours: Origin) -> StoredRecord | None:
         """The first view on the target's way that is not on the reference's."""
-        expected = [_view_key(self._ref.records[seq]) for seq in theirs.edges]
-        for seq in ours.edges:
-            record = self._target.records[seq]
-            key = _view_key(record)
-            if key in expected:
-                expected.remove(key)
-            elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
-                return record
-        return None
+        return _first_besides(self._target, ours, self._ref, theirs)
 
     def _lost_view(self, theirs: Origin, ours: Origin) -> StoredRecord | None:
         """The first view on the reference's way that is not on the target's."""
-        present = [_view_key(self._target.records[seq]) for seq in ours.edges]
-        for seq in theirs.edges:
-            record = self._ref.records[seq]
-            key = _view_key(record)
-            if key in present:
-                present.remove(key)
-            elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
-                return record
-        return None
+        return _first_besides(self._ref, theirs, self._target, ours)
 
     def _view_twin(self, theirs: Origin, view: StoredRecord) -> StoredRecord | None:
         return next((r for r in map(self._ref.records.__getitem__, theirs.edges) if r.op == view.op), None)
@@ -190,6 +174,19 @@ class Operands:
         around = {id(c) for c in self._target.call_of(source).enclosing()}
         common = next((c for c in reader if id(c) in around), reader[0])
         return record if common is reader[0] else common
+
+
+def _first_besides(program: Program, way: Origin, other: Program, other_way: Origin) -> StoredRecord | None:
+    """The first view on one way to a value that is not on the other; copies count as nothing."""
+    expected = [_view_key(other.records[seq]) for seq in other_way.edges]
+    for seq in way.edges:
+        record = program.records[seq]
+        key = _view_key(record)
+        if key in expected:
+            expected.remove(key)
+        elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
+            return record
+    return None
 
 
 def changed_arguments(ref: StoredRecord | None, target: StoredRecord) -> dict[str, list[Any]]:
