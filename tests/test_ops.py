@@ -396,3 +396,19 @@ def test_deterministic_garbage_of_empty_is_the_programs_business(tmp_path: Any) 
     with dt.record(tmp_path / "t", model, save="tensors"):
         out = model(x)
     assert not out.requires_grad and x.requires_grad
+
+
+def test_meta_reaches_the_disk_during_a_long_call_without_submodules(tmp_path: Any) -> None:
+    waiting: list[int] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2000):
+            x = x + 1
+            waiting.append(len(recording._tracer.state.mode._rows))  # type: ignore[union-attr]
+        return x
+
+    with torch.no_grad(), dt.record(tmp_path / "t", model := Fn(body), save="meta") as recording:
+        model(torch.ones(1))
+    (rank,) = open_ranks(tmp_path / "t")
+    assert len(ops(rank)) == 2000
+    assert max(waiting) <= 300, "notes wait for no end of the call"

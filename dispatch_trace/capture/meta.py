@@ -25,14 +25,16 @@ _Tensor = torch.Tensor
 _meta = operator.attrgetter("shape", "dtype")  # both in one call
 
 
-# A tensor among frozen values: a tuple, which nothing else becomes.
-TensorMeta = tuple[torch.Size, torch.dtype]
 _ROWS = 256
+_EVERY = 15  # a mask of record numbers
 _FLUSH_AFTER_S = 0.5
 
 
 def freeze(value: Any) -> Any:
-    """A value without its tensors, and safe from later changes."""
+    """A value without its tensors, and safe from later changes.
+
+    A tensor becomes a tuple (shape, dtype); nothing else becomes a tuple.
+    """
     if isinstance(value, torch.Tensor):
         return _meta(value)
     if isinstance(value, (list, tuple)):
@@ -91,6 +93,8 @@ class MetaRecorder(OpRecorder):
                         self._number,
                     )
                 )
+                if not seq & _EVERY:
+                    self._flush_if_due()
             except Exception as error:
                 self._tracer.fault(error)
         return out
@@ -127,14 +131,17 @@ class MetaRecorder(OpRecorder):
             self.last = seq = self._next()
             leaves = [] if note.startswith("raised") else leaves_of_output(out)
             self._append((module_record, seq, frame, leaves, note, self._number))
-            waiting = len(self._rows)
-            if frame.is_root or waiting > _ROWS or (waiting & 15 == 0 and self._is_late()):
+            if frame.is_root:
                 self.flush()
+            elif not seq & _EVERY:
+                self._flush_if_due()
         except Exception as error:
             self._tracer.fault(error)
 
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._flushed > _FLUSH_AFTER_S
+    def _flush_if_due(self) -> None:
+        """Asked at every sixteenth record: a long call must not keep its notes to itself."""
+        if len(self._rows) >= _ROWS or time.monotonic() - self._flushed > _FLUSH_AFTER_S:
+            self.flush()
 
     def upcoming_seq(self) -> int:
         return self.last + 1
@@ -158,7 +165,7 @@ def op_record(
     result: Any,
     thread: int,
 ) -> RawRecord:
-    """The record of an op, from what `note_op` noted."""
+    """The record of an op, from what `MetaRecorder` noted."""
     record = frame.record(
         seq,
         "op",
