@@ -332,3 +332,27 @@ def test_fake_runs_are_listed_without_data_and_change_nothing(tmp_path: Any) -> 
     assert fake["out"].note == "fake tensor" and fake["out"].content < 0
     with torch.no_grad():
         assert torch.equal(rank.tensor(real["out"].content), model(torch.ones(1, 2)))
+
+
+def test_threads_that_come_and_go_leave_no_mode_behind(tmp_path: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def run(v: torch.Tensor) -> Any:
+                with torch.no_grad():
+                    return self.fc(v)
+
+            with ThreadPoolExecutor(1) as pool:
+                return list(pool.map(run, [x] * 5))[0]
+
+    with torch.no_grad(), dt.record(tmp_path / "t", model := Net(), save="meta") as recording:
+        model(torch.ones(1, 4))
+        assert recording._tracer is not None
+        assert len(recording._tracer.flushers) == 1
+    (rank,) = open_ranks(tmp_path / "t")
+    assert [r.op for r in rank.records() if r.kind == "op"].count("aten.addmm") == 5

@@ -57,7 +57,16 @@ class MetaRecorder(OpRecorder):
         self._append = self._rows.append
         self._flushed = time.monotonic()
         self.last = tracer.upcoming_seq - 1
-        tracer.flushers.append(self.flush)
+
+    def start(self) -> None:
+        super().start()
+        self._tracer.flushers.append(self.flush)
+
+    def stop(self) -> None:
+        # A program's threads come and go, and each call in one has a mode of its own.
+        super().stop()
+        self._tracer.flushers.remove(self.flush)
+        self.flush()
 
     def __torch_dispatch__(
         self,

@@ -217,8 +217,8 @@ class Tracer:
         self.writer.put_many(rows)
 
     def flush_rows(self) -> None:
-        """Has every mode hand over what it noted."""
-        for flush in self.flushers:
+        """Has every mode that is on hand over what it noted."""
+        for flush in list(self.flushers):
             flush()
 
     def put_later(self, make: Callable[..., RawRecord], *arguments: Any) -> None:
@@ -252,8 +252,6 @@ class Tracer:
 
     def close(self) -> None:
         self.active = False
-        self.flush_rows()
-        self.flushers.clear()
         if self.storages is not None:
             self.storages.close()
         # The recording object may outlive the block; the program's modules must not live by it.
