@@ -261,14 +261,28 @@ def test_nothing_of_the_program_is_kept_alive(tmp_path: Any) -> None:
     import gc
     import weakref
 
-    model = nn.Linear(4, 4)
-    with torch.no_grad(), dt.record(tmp_path / "t", model) as rec:
-        out = model(torch.randn(2, 4))
-    dead = [weakref.ref(out), weakref.ref(model)]
-    del out, model
-    gc.collect()
-    assert [d() for d in dead] == [None, None]
-    assert rec.num_records > 0
+    for grad in (False, True):
+        model = nn.Linear(4, 4)
+        with torch.set_grad_enabled(grad), dt.record(tmp_path / str(grad), model) as rec:
+            out = model(torch.randn(2, 4))
+        dead = [weakref.ref(out), weakref.ref(model)]
+        del out, model
+        gc.collect()
+        assert [d() for d in dead] == [None, None], grad
+        assert rec.num_records > 0
+
+
+def test_a_long_training_run_keeps_no_mark_of_old_steps(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with dt.record(tmp_path / "t", model, save="meta") as rec:
+        sizes = []
+        for _ in range(200):
+            model(torch.ones(1, 2)).sum().backward()
+            assert rec._tracer is not None
+            sizes.append(len(rec._tracer.state.marks))
+    assert sizes[-1] <= sizes[80]
+    (rank,) = open_ranks(tmp_path / "t")
+    assert {r.module for r in ops(rank, phase="bwd") if r.step == 199} >= {"0", "1"}
 
 
 def test_other_modes_see_the_program_and_not_the_recorder(tmp_path: Any) -> None:

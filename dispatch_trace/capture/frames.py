@@ -21,6 +21,8 @@ _current_node = torch._C._current_autograd_node
 _sequence_nr = torch._C._autograd._get_sequence_nr
 # AccumulateGrad and hooks carry the largest sequence number, so that they run first; no forward op owns them.
 _NO_SEQUENCE_NR = 2**62
+# Backward may still come for the last few steps; what is older is never asked for again.
+STEPS_KEPT = 64
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 
@@ -263,6 +265,13 @@ def mark_sequence(state: ThreadState, owner: Frame | None) -> None:
     state.owners.append(owner)
 
 
+def forget_marks(state: ThreadState, model: str, step: int) -> None:
+    """Drops the oldest marks of this thread, those of calls before `step` of `model`."""
+    kept = (i for i, o in enumerate(state.owners) if o is not None and (o.model != model or o.step >= step))
+    at = next(kept, len(state.owners))
+    del state.marks[:at], state.owners[:at]
+
+
 def owner_of_node(state: ThreadState, node: Any) -> Frame | None:
     """The forward call that made an autograd node, None for gradient accumulation and strangers."""
     nr = node._sequence_nr()
@@ -287,10 +296,12 @@ def in_checkpoint_recompute() -> bool:
 
 
 __all__ = [
+    "STEPS_KEPT",
     "Counters",
     "Frame",
     "ModuleTable",
     "ThreadState",
+    "forget_marks",
     "in_checkpoint_recompute",
     "mark_sequence",
     "owner_of_node",

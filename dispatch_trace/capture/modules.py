@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture import meta
-from dispatch_trace.capture.frames import Frame, ThreadState, mark_sequence, resolve_path
+from dispatch_trace.capture.frames import (
+    STEPS_KEPT,
+    Frame,
+    ThreadState,
+    forget_marks,
+    mark_sequence,
+    resolve_path,
+)
 from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
 
@@ -265,6 +272,8 @@ class ModuleRecorder:
         frame.opened = tracer.upcoming_seq if state.mode is None else state.mode.upcoming_seq()
         if phase == "fwd":
             if torch.is_grad_enabled():
+                if is_root:
+                    forget_marks(state, model, step - STEPS_KEPT)
                 mark_sequence(state, frame)
             if tracer.storages is not None and (is_root or tracer.storages.written_parameters):
                 with tracer.own_ops(state):
@@ -298,7 +307,7 @@ class ModuleRecorder:
                 else:
                     state.mode.note_module(frame, None if out is _MISSING else out, note)
                 return
-            slots = frame.inputs
+            slots, frame.inputs = frame.inputs, []
             first = len(slots)
             with tracer.own_ops(state):
                 tracer.set_save(tracer.options.save_of(frame.path))
@@ -321,6 +330,8 @@ class ModuleRecorder:
             )
         except Exception as error:
             tracer.fault(error)
+        finally:
+            frame.module = None  # backward may ask for the frame much later, and needs no module
 
 
 def _calls_forward_only(module: torch.nn.Module, wrapper: Any) -> bool:

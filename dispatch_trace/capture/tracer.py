@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dispatch_trace.capture.frames import Counters, Frame, ModuleTable, ThreadState, owner_of_node
+from dispatch_trace.capture.frames import STEPS_KEPT, Counters, Frame, ModuleTable, ThreadState, owner_of_node
 from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
@@ -275,8 +275,7 @@ class Tracer:
             self.recorded_steps = True
             self.writer.put_step(StepInfo(step=step, model=model, meta=meta))
         self.items.clear()
-        # Backward may still come for the last few steps; what is older is never asked for again.
-        self.counters.forget_before(model, step - 64)
+        self.counters.forget_before(model, step - STEPS_KEPT)
         return step
 
     def enter_bracket(self, meta: dict[str, Any]) -> None:
