@@ -203,35 +203,34 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[tuple[str, int, GradPhase, str], int] = {}
-        self._outside: dict[tuple[str, int, GradPhase, str, int], Frame] = {}
-        self._recomputed: dict[tuple[str, int, str], list[int]] = {}
+        self._steps: dict[tuple[str, int], _StepCounters] = {}
+
+    def _of(self, model: str, step: int) -> _StepCounters:
+        return self._steps.get((model, step)) or self._steps.setdefault((model, step), _StepCounters())
 
     def next_call(self, model: str, step: int, phase: GradPhase, path: str) -> int:
-        key = (model, step, phase, path)
+        key = (phase, path)
         with self._lock:
-            call = self._calls.get(key, 0)
-            self._calls[key] = call + 1
+            counters = self._steps.get((model, step)) or self._of(model, step)
+            calls = counters.calls
+            calls[key] = call = calls.get(key, -1) + 1
         return call
-
-    def num_calls(self, model: str, step: int, phase: GradPhase, path: str) -> int:
-        return self._calls.get((model, step, phase, path), 0)
 
     def recomputed_call(self, model: str, step: int, path: str) -> int:
         """Call of a recomputation that autograd does not name: the last forward one not yet redone."""
-        total = self.num_calls(model, step, "fwd", path)
         with self._lock:
-            done = self._recomputed.setdefault((model, step, path), [])
-            call = max(total - 1 - len(done), 0)
-            done.append(call)
-        return call
+            counters = self._of(model, step)
+            done = counters.recomputed.get(path, 0)
+            counters.recomputed[path] = done + 1
+            return max(counters.calls.get(("fwd", path), -1) - done, 0)
 
     def body(
         self, *, model: str, step: int, phase: GradPhase, path: str, call: int, records_ops: bool
     ) -> Frame:
         """The frame of code that runs in no open call: backward ops of a call, ops outside all calls."""
-        key = (model, step, phase, path, call)
-        frame = self._outside.get(key)
+        key = (phase, path, call)
+        bodies = self._of(model, step).bodies
+        frame = bodies.get(key)
         if frame is None:
             frame = Frame(
                 model=model,
@@ -244,15 +243,23 @@ class Counters:
                 records_ops=records_ops,
                 records_module=False,
             )
-            frame = self._outside.setdefault(key, frame)
+            frame = bodies.setdefault(key, frame)
         return frame
 
-    def forget_before(self, model: str, step: int) -> None:
-        """Drops the counters of old steps, so that a long run does not grow."""
-        tables: tuple[dict[Any, Any], ...] = (self._calls, self._outside, self._recomputed)
-        for table in tables:
-            for key in [k for k in table if k[0] == model and k[1] < step]:
-                del table[key]
+    def forget(self, model: str, step: int) -> None:
+        """Drops the counters of an old step, so that a long run does not grow."""
+        self._steps.pop((model, step), None)
+
+
+class _StepCounters:
+    """What is counted within one step of one model."""
+
+    __slots__ = ("bodies", "calls", "recomputed")
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[GradPhase, str], int] = {}  # the last one
+        self.bodies: dict[tuple[GradPhase, str, int | None], Frame] = {}
+        self.recomputed: dict[str, int] = {}
 
 
 def mark_sequence(state: ThreadState, owner: Frame | None) -> None:

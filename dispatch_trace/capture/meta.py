@@ -94,7 +94,7 @@ class MetaRecorder(OpRecorder):
                         info,
                         n,
                         [
-                            v if type(v) in PLAIN else _meta(v) if type(v) in PLAIN_TENSORS else freeze(v)
+                            _meta(v) if type(v) in PLAIN_TENSORS else v if type(v) in PLAIN else freeze(v)
                             for v in args
                         ],
                         {k: freeze(v) for k, v in kwargs.items()} if kwargs else None,
@@ -127,18 +127,14 @@ class MetaRecorder(OpRecorder):
         self._append((op_record, seq, frame, info, n, freeze(args), named, freeze(out), self._number))
         self.flush()
 
-    def note_inputs(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes what a module call is entered with."""
-        try:
-            frame.inputs = leaves_of(args, kwargs)
-        except Exception as error:
-            self._tracer.fault(error)
-
     def note_module(self, frame: Frame, out: Any, note: str = "") -> None:
         """Notes that a module call has ended, with what it returned (None where it raised)."""
         try:
             self.last = seq = self._next()
-            leaves = [] if note.startswith("raised") else leaves_of_output(out)
+            if type(out) is _Tensor:
+                leaves = [("out", _meta(out))]
+            else:
+                leaves = [] if note.startswith("raised") else leaves_of_output(out)
             self._append((module_record, seq, frame, leaves, note, self._number))
             if frame.is_root:
                 self.flush()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,9 +46,11 @@ class ModuleRecorder:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._original_call: Any = None
+        self._plain = False
         self._wrapper: Any = None
         self._wrapped_forwards: dict[type, Any] = {}
         self._bodies: dict[type, tuple[Any, Any]] = {}
+        self._sites: dict[int, _Site] = {}
 
     def install(self) -> None:
         """Wraps `nn.Module.__call__`, and `forward` of every class in the table."""
@@ -56,8 +58,8 @@ class ModuleRecorder:
         begin, end, fail = self._begin, self._end, self._fail
         tracer = self._tracer
         # A wrapper costs the program stack depth, and deep models come close to the limit: where
-        # nobody else has wrapped it, torch's own first frame is stepped over.
-        plain = original.__name__ == "_wrapped_call_impl"
+        # nobody else has wrapped it, torch's own first frames are stepped over.
+        plain = self._plain = original.__name__ == "_wrapped_call_impl"
         bodies = self._bodies
 
         @functools.wraps(original)
@@ -68,12 +70,11 @@ class ModuleRecorder:
             if opened is None:
                 return original(module, *args, **kwargs)
             try:
-                if plain and module._compiled_call_impl is None:
-                    body = bodies.get(type(module))
-                    if body is not None and _calls_forward_only(module, body[0]):
-                        out = body[1](module, *args, **kwargs)
-                    else:
-                        out = module._call_impl(*args, **kwargs)
+                body = bodies.get(type(module)) if plain else None
+                if body is not None and _calls_forward_only(module, body[0]):
+                    out = body[1](module, *args, **kwargs)
+                elif plain and module._compiled_call_impl is None:
+                    out = module._call_impl(*args, **kwargs)
                 else:
                     out = original(module, *args, **kwargs)
             except BaseException as error:
@@ -84,8 +85,18 @@ class ModuleRecorder:
 
         self._wrapper = call if tracer.storages is not None else self._short_call(call)
         torch.nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
+        self._prepare_modules()
+
+    def _prepare_modules(self) -> None:
+        """Wraps the forward of every class in the table, and works out what calls of each module share."""
+        tracer = self._tracer
         for module in list(tracer.table.modules()):
             self._wrap_forward(type(module))
+            paths, body = tracer.table.get(module) or [], self._bodies.get(type(module))
+            usual = self._plain and len(paths) == 1 and id(module) not in tracer.table.compiled
+            if usual and body is not None and tracer.options.steps is None:
+                model, path = paths[0]
+                self._sites[id(module)] = _Site(model, path, *tracer.wanted(path, 0), *body)
 
     def _short_call(self, call: Any) -> Any:
         """`call` for `save="meta"`, with the plain case in one piece: functions cost more than what they do.
@@ -93,8 +104,8 @@ class ModuleRecorder:
         Plain is a call inside a call, by the one name the module has, without gradients, of a module
         whose class's forward is all there is to it.
         """
-        tracer, bodies, fail, original = self._tracer, self._bodies, self._fail, self._original_call
-        state, table, counters = tracer.state, tracer.table, tracer.counters
+        tracer, sites, fail, original = self._tracer, self._sites, self._fail, self._original_call
+        state, next_call = tracer.state, tracer.counters.next_call
         wants_inputs = tracer.options.inputs
         is_grad_enabled = torch.is_grad_enabled
 
@@ -102,32 +113,29 @@ class ModuleRecorder:
         def short_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if _is_compiling():
                 return original(module, *args, **kwargs)
-            parent, mode, paths = state.frame, state.mode, table.get(module)
-            body = bodies.get(type(module))
+            parent, mode, site = state.frame, state.mode, sites.get(id(module))
             if (
-                parent is None
-                or paths is None
-                or body is None
-                or len(paths) != 1
-                or type(mode) is not meta.MetaRecorder
+                site is None
+                or parent is None
+                or mode is None
                 or is_grad_enabled()
                 or _current_node() is not None
                 or not tracer.active
-                or module._compiled_call_impl is not None
-                or not _calls_forward_only(module, body[0])
+                or not _calls_forward_only(module, site.forward)
             ):
                 return call(module, *args, **kwargs)
-            model, path = paths[0]
-            step = parent.step
-            ops, returns = tracer.wanted(path, step)
-            number = counters.next_call(model, step, "fwd", path)
-            frame = Frame(model, path, number, "fwd", step, module, parent, ops, returns)
+            model, path, step, returns = site.model, site.path, parent.step, site.records_module
+            number = next_call(model, step, "fwd", path)
+            frame = Frame(model, path, number, "fwd", step, module, parent, site.records_ops, returns)
             frame.opened = mode.last + 1
             if returns and wants_inputs:
-                mode.note_inputs(frame, args, kwargs)
+                try:
+                    frame.inputs = meta.leaves_of(args, kwargs)
+                except Exception as error:
+                    tracer.fault(error)
             state.frame = frame
             try:
-                out = body[1](module, *args, **kwargs)
+                out = site.original(module, *args, **kwargs)
             except BaseException as error:
                 fail(frame, error)
                 raise
@@ -149,6 +157,7 @@ class ModuleRecorder:
                 else:
                     cls.forward = own  # type: ignore[attr-defined]
         self._wrapped_forwards.clear()
+        self._sites.clear()
 
     def _wrap_forward(self, cls: type) -> None:
         if cls in self._wrapped_forwards or _is_compiled_class(cls):
@@ -223,8 +232,7 @@ class ModuleRecorder:
         table = self._tracer.table
         table.add_root("", module)
         self._tracer.root_adopted(module)
-        for each in list(table.modules()):
-            self._wrap_forward(type(each))
+        self._prepare_modules()
         return table.get(module) or []
 
     def _unwind(self, frame: Frame) -> ThreadState:
@@ -334,6 +342,17 @@ class ModuleRecorder:
             frame.module = None  # backward may ask for the frame much later, and needs no module
 
 
+class _Site(NamedTuple):
+    """What every call of one module has in common, where the module has one name."""
+
+    model: str
+    path: str
+    records_ops: bool
+    records_module: bool
+    forward: Any
+    original: Any
+
+
 def _calls_forward_only(module: torch.nn.Module, wrapper: Any) -> bool:
     """Whether calling the module comes down to its class's forward: no hook, no tracing, no replacement.
 
@@ -347,6 +366,7 @@ def _calls_forward_only(module: torch.nn.Module, wrapper: Any) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
         or cls.forward is not wrapper
         or cls._call_impl is not _call_impl
         or _has_any_global_hook()

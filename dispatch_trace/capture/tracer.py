@@ -275,7 +275,7 @@ class Tracer:
             self.recorded_steps = True
             self.writer.put_step(StepInfo(step=step, model=model, meta=meta))
         self.items.clear()
-        self.counters.forget_before(model, step - STEPS_KEPT)
+        self.counters.forget(model, step - STEPS_KEPT - 1)
         return step
 
     def enter_bracket(self, meta: dict[str, Any]) -> None:
