@@ -24,6 +24,8 @@ Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
 _expired: Any = torch.UntypedStorage._expired
 _free_weak: Any = torch.UntypedStorage._free_weak_ref
 _lazy_clone = torch._lazy_clone
+# Where an address means something and copy-on-write is known to work; elsewhere a plain clone is asked for.
+_ADDRESSED = frozenset({"cpu", "cuda"})
 _PURGE_EVERY = 4096
 # Above this, exact coverage of a buffer from `empty` is not tracked element by element.
 _MASK_ELEMENTS = 1 << 20
@@ -189,7 +191,7 @@ class Storages:
         self._until_purge -= 1
         if self._until_purge < 0:
             self.purge()
-        pointer = 0 if storage.device.type == "meta" else storage.data_ptr()
+        pointer = storage.data_ptr() if storage.device.type in _ADDRESSED else 0
         entry = StorageEntry(self._next, storage._weak_ref(), storage.nbytes(), pointer % 64, origin)
         self._next += 1
         self._by_address[storage._cdata] = entry
@@ -435,7 +437,7 @@ class Storages:
         source = _compact(tensor) if expanded else tensor
         num_bytes = source.numel() * source.element_size()
         self._writer.reserve(num_bytes)
-        if fresh and not expanded:
+        if fresh and not expanded and source.device.type in _ADDRESSED:
             try:
                 copy = _lazy_clone(source)
             except RuntimeError:  # storage that torch does not own

@@ -20,6 +20,9 @@ from dispatch_trace.store.records import ContentRow
 
 OVER_BUDGET = "data beyond max_bytes"
 _RECORD_BYTES = 256  # a record's share of a batch, for the bound on its size
+# Only these devices are asked for casts and sums. From any other the value comes to the host first:
+# Neuron's casts fail or round (docs/neuron.md), and not every device has a float64.
+_ABLE_DEVICES = frozenset({"cpu", "cuda"})
 
 
 @dataclass(slots=True)
@@ -112,6 +115,8 @@ class ContentTaker:
         content.tensor = None
         row = ContentRow(self.num_contents, layouts.dtype_name(tensor.dtype), ())
         try:
+            if tensor.device.type not in _ABLE_DEVICES:
+                tensor = tensor.cpu()
             row.shape = layouts.shape_of(tensor)
             known, packed = self._fill(row, content, tensor, batch)
         except Exception as error:  # operations on a foreign tensor fail in ways of their own
