@@ -25,6 +25,7 @@ from dispatch_trace.capture.inline import ACTIVE
 from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.modules import ModuleRecorder
 from dispatch_trace.capture.ops import OpRecorder
+from dispatch_trace.capture.regions import Regions, check_fresh, find_regions, same_bits
 from dispatch_trace.capture.snapshot import dtype_name
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, RecordOptions, record_options
@@ -96,7 +97,9 @@ class record:
       params: "none", "stats" or "tensors"; by default "tensors" where `save` keeps data.
       sketch: keep a sketch of every value, by which two traces without data can be compared.
       meta: plain values for the header.
-      recompile: allow a compiled model to be compiled again.
+      recompile: compile a model again, with hooks, that has been compiled and run before.
+      check_outputs: run a copy of each compiled model once without hooks, and compare what it returns bit
+        for bit; it costs a second compilation and a copy of the model.
       overwrite: replace this process's `rank{N}/` if it is there.
       on_error: what a fault of the recorder does: "warn" once and go on, or "raise" at the end.
       max_bytes: stop storing data beyond this many bytes; statistics go on.
@@ -104,6 +107,7 @@ class record:
 
     Raises:
       ConfigError, PatternError, NoMatchError, TraceExistsError: on entry.
+      HookAfterCompileError: on entry, where a compiled model has run before and `recompile` is off.
       CaptureError: at the end, where nothing was captured, or the recorder failed and
         `on_error="raise"`.
     """
@@ -124,6 +128,7 @@ class record:
         sketch: bool = True,
         meta: dict[str, Any] | None = None,
         recompile: bool = False,
+        check_outputs: bool = True,
         overwrite: bool = False,
         on_error: str = "warn",
         max_bytes: int | None = None,
@@ -149,11 +154,13 @@ class record:
             )
         self._meta = _plain_meta(meta)
         self._recompile = recompile
+        self._check_outputs = check_outputs
         self._overwrite = overwrite
         self._max_bytes = max_bytes
         self._max_pending_bytes = max_pending_bytes
         self._tracer: Tracer | None = None
         self._modules: ModuleRecorder | None = None
+        self._regions: Regions | None = None
         self._mode: OpRecorder | None = None
         self._recursion_limit = 0
 
@@ -166,6 +173,9 @@ class record:
             paths = sorted({path for m in models.values() for path, _, _ in walk_modules(m)})
             for pattern in options.select:
                 select_modules([pattern], paths)
+        regions = find_regions(models.values())
+        if not self._recompile:
+            check_fresh(regions)
         writer = TraceWriter(
             self.path,
             _header(options, models, self._meta),
@@ -180,12 +190,17 @@ class record:
         tracer = self._tracer = Tracer(writer, options, models)
         tracer.root_adopted = self._on_root_adopted
         _live.add(tracer)
-        self._modules = ModuleRecorder(tracer)
+        self._regions = Regions(tracer, self._recompile, self._check_outputs)
+        self._modules = ModuleRecorder(tracer, self._regions)
         # Two Python frames more for each module call: what ran without the recorder must run with it.
         self._recursion_limit = sys.getrecursionlimit()
         sys.setrecursionlimit(2 * self._recursion_limit)
         try:
             self._modules.install()
+            self._modules.watch(regions)
+            if regions:
+                backends = self._regions.backends
+                writer.amend_header({"compile_backend": next(iter(backends.values())), "regions": backends})
             if options.level == "op":
                 mode = OpRecorder if options.wants_values else MetaRecorder
                 tracer.new_mode = functools.partial(mode, tracer)
@@ -203,6 +218,7 @@ class record:
     ) -> None:
         tracer = self._tracer
         assert tracer is not None
+        silent = self._regions.never_captured() if self._regions is not None else ""
         self._undo()
         self._models = {}
         tracer.close()
@@ -211,6 +227,8 @@ class record:
             return
         if tracer.num_records == 0:
             raise CaptureError(self._why_empty(tracer))
+        if silent:
+            raise CaptureError(f"{self.path}: {silent}")
         if tracer.faults and self._options.on_error == "raise":
             first = tracer.faults[0]
             raise CaptureError(
@@ -256,6 +274,9 @@ class record:
         if self._mode is not None:
             self._mode.stop()
             self._mode = None
+        if self._regions is not None:
+            self._regions.release()
+            self._regions = None
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
@@ -432,16 +453,7 @@ def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:
                 out = twin(*args, **named)
             outputs.append([v for _, v in flatten(out, "out") if isinstance(v, torch.Tensor)])
     plain, watched = outputs
-    return len(plain) == len(watched) and all(_same_bits(a, b) for a, b in zip(plain, watched, strict=True))
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    if a.numel() == 0:
-        return True
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return len(plain) == len(watched) and all(same_bits(a, b) for a, b in zip(plain, watched, strict=True))
 
 
 __all__ = ["check_observer", "current_rank", "record"]

@@ -156,8 +156,12 @@ def record_run(file: Path, which: str, path: Path, save: str) -> None:
         model = getattr(case, which)()
         inputs = case.inputs()
         watched = model if isinstance(model, torch.nn.Module) else None
-        with dt.record(path, watched, save=save):
-            model(*inputs)
+        try:
+            with dt.record(path, watched, save=save):
+                model(*inputs)
+        except dt.HookAfterCompileError:  # refused before anything ran; what a user does then
+            with dt.record(path, watched, save=save, recompile=True):
+                model(*inputs)
 
 
 def grade_verdict(row: dict[str, Any], expect: dict[str, Any], traces: dict[str, Path]) -> None:

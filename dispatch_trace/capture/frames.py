@@ -108,6 +108,7 @@ class ThreadState(threading.local):
       number: 0 for the thread that opened the recorder, then 1, 2, …
       marks, owners: ascending autograd sequence numbers, and the frame that owns nodes from there on.
       mode: the dispatch mode of this recording in this thread, None where there is none.
+      region: the call of compiled code that is running, None outside.
     """
 
     def __init__(self) -> None:
@@ -117,6 +118,7 @@ class ThreadState(threading.local):
         self.marks: list[int] = []
         self.owners: list[Frame | None] = []
         self.mode: Any = None
+        self.region: Any = None
 
 
 def walk_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, bool]]:

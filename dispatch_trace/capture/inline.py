@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.registry import TensorRegistry
 
 # The recordings in progress; a registry, because model code has no other way to reach them.
 ACTIVE: list[Tracer] = []
@@ -21,7 +22,12 @@ def capture_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
       tensor: [*shape], any dtype and layout. It is neither changed nor kept alive.
     Returns: `tensor` itself.
     """
-    if not ACTIVE or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        registry = TensorRegistry._instance
+        if registry is not None:
+            registry.register_manual_tensor(name, tensor)
+        return tensor
+    if not ACTIVE:
         return tensor
     for tracer in ACTIVE:
         state = tracer.state

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dispatch_trace.capture import meta
+from dispatch_trace.capture.compiled import Region
 from dispatch_trace.capture.frames import (
     STEPS_KEPT,
     Frame,
@@ -26,6 +27,7 @@ from dispatch_trace.capture.frames import (
     mark_sequence,
     resolve_path,
 )
+from dispatch_trace.capture.regions import Regions, check_fresh, find_regions
 from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
 
@@ -41,10 +43,12 @@ class ModuleRecorder:
 
     Args:
       tracer: the recording.
+      regions: its compiled regions.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, regions: Regions) -> None:
         self._tracer = tracer
+        self._regions = regions
         self._original_call: Any = None
         self._plain = False
         self._wrapper: Any = None
@@ -86,6 +90,12 @@ class ModuleRecorder:
         self._wrapper = call if tracer.storages is not None else self._short_call(call)
         torch.nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         self._prepare_modules()
+
+    def watch(self, regions: list[Region]) -> None:
+        """Watches compiled regions: within them nothing is seen but by their hooks."""
+        if regions:
+            self._sites.clear()
+            self._regions.watch(regions)
 
     def _prepare_modules(self) -> None:
         """Wraps the forward of every class in the table, and works out what calls of each module share."""
@@ -207,9 +217,11 @@ class ModuleRecorder:
             if not (tracer.adopts_root and state.frame is None and not tracer.table.roots):
                 return None
             paths = self._adopt(module)
-        parent = state.frame
-        if parent is not None and id(module) in tracer.table.compiled:
-            return None  # a compiled submodule: its region is its parent's
+        if state.region is not None:
+            return None  # within compiled code: its hooks see what runs
+        parent, is_region = state.frame, module in self._regions
+        if parent is not None and id(module) in tracer.table.compiled and not is_region:
+            return None  # a wrapper that compiles nothing; what it wraps has the same path
         frame = None
         try:
             frame = self._enter(state, module, paths, parent, args, kwargs)
@@ -225,6 +237,11 @@ class ModuleRecorder:
         if frame.is_root:
             tracer.root_entered(frame.model)
         state.frame = frame
+        if is_region:
+            try:
+                self._regions.enter(state, frame, module, args, kwargs)
+            except Exception as error:
+                tracer.fault(error)
         return frame
 
     def _adopt(self, module: torch.nn.Module) -> list[tuple[str, str]]:
@@ -233,6 +250,13 @@ class ModuleRecorder:
         table.add_root("", module)
         self._tracer.root_adopted(module)
         self._prepare_modules()
+        regions = find_regions([module])
+        try:
+            if not self._regions.recompile:
+                check_fresh(regions)
+            self.watch(regions)
+        except Exception as error:
+            self._tracer.fault(error)
         return table.get(module) or []
 
     def _unwind(self, frame: Frame) -> ThreadState:
@@ -300,6 +324,8 @@ class ModuleRecorder:
 
     def _leave(self, state: ThreadState, frame: Frame, out: Any, note: str) -> None:
         tracer = self._tracer
+        if state.region is not None:
+            self._regions.leave(state, frame, out, raised=out is _MISSING)
         try:
             if frame.phase == "fwd" and torch.is_grad_enabled():
                 mark_sequence(state, frame.parent)

@@ -72,7 +72,7 @@ _TORCH_NAMESPACES = frozenset(
     }
 )
 _RESIZING = frozenset({"aten.resize", "aten.resize_as"})
-_DROPPED_NAMESPACES = frozenset({"profiler"})
+_DROPPED_NAMESPACES = frozenset({"profiler", "dispatch_trace"})
 _DROPPED = frozenset({"prim.device", "prim.layout", "aten.sym_size", "aten.sym_stride", "aten.sym_numel"})
 # Scalars that turn up everywhere: equality with an earlier `.item()` says nothing about them.
 _COMMON = frozenset({0, 1, 2, -1, -2, 0.5, -0.5})

@@ -1,0 +1,296 @@
+"""Compiled regions within a recording: watched, entered, left, and their captures made into records.
+
+Guarantees: the records of a region have the keys that eager capture gives the same modules, and come before
+the record of the region itself, in the order in which the modules returned; what a region should have
+captured and did not is a fault that is reported, never silence; the program's random state and its own
+buffers are as they were after the check of the outputs. Leaves to `compiled` how values get out of a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dispatch_trace.capture.compiled import Region, compile_context
+from dispatch_trace.capture.frames import Frame, ThreadState, resolve_path
+from dispatch_trace.capture.structure import flatten, flatten_arguments
+from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.errors import CaptureError, HookAfterCompileError
+from dispatch_trace.registry import Entry, Opaque
+from dispatch_trace.schema import RawSlot
+
+
+def find_regions(roots: Iterable[torch.nn.Module]) -> list[Region]:
+    """The compiled regions below some root models; one inside another belongs to the outer one."""
+    found: list[Region] = []
+    stack = list(roots)
+    seen: set[int] = set()
+    while stack:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if compile_context(module) is not None:
+            found.append(Region(module))
+        else:
+            stack += module.children()
+    return found
+
+
+def check_fresh(regions: Iterable[Region]) -> None:
+    """Says so where a region has been compiled before: hooks that come later see nothing.
+
+    Raises:
+      HookAfterCompileError: it has.
+    """
+    for region in regions:
+        if region.has_compiled:
+            name = type(region.body).__name__
+            raise HookAfterCompileError(
+                f"{name} (backend {region.backend!r}) has been compiled and run already; hooks that come now "
+                "would not be in its code. Enter the recording before the first call, or pass "
+                "recompile=True: it is then compiled once more for the recording, and its own code is kept."
+            )
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a region in progress."""
+
+    region: Region
+    frame: Frame
+    plain: list[tuple[str, Any]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Regions:
+    """The compiled regions of one recording.
+
+    Attributes:
+      recompile: compile again what has been compiled before.
+      check_outputs: run each region once more without hooks, and compare what it returns.
+    """
+
+    tracer: Tracer
+    recompile: bool = False
+    check_outputs: bool = True
+    _regions: dict[int, Region] = field(default_factory=dict)
+    _checked: set[int] = field(default_factory=set)
+
+    def watch(self, regions: Iterable[Region]) -> None:
+        """Hooks the modules of these regions whose returns are wanted."""
+        tracer = self.tracer
+        for region in regions:
+            modules = [
+                m
+                for m in region.body.modules()
+                if m is not region.body
+                and any(tracer.options.wants_module(path) for _, path in tracer.table.get(m) or ())
+            ]
+            self._regions[id(region.module)] = region
+            region.watch(modules, inputs=tracer.options.inputs)
+
+    def release(self) -> None:
+        for region in self._regions.values():
+            region.release()
+        self._regions.clear()
+
+    def __contains__(self, module: torch.nn.Module) -> bool:
+        return id(module) in self._regions
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Backend by path of the region."""
+        table = self.tracer.table
+        return {
+            path: region.backend
+            for region in self._regions.values()
+            for _, path in (table.get(region.module) or ())[:1]
+        }
+
+    def never_captured(self) -> str:
+        """What to say of regions that ran and captured nothing; empty where all is well."""
+        for region in self._regions.values():
+            if region.num_calls and region.modules and not region.num_captures:
+                return (
+                    f"{type(region.body).__name__} (backend {region.backend!r}) ran {region.num_calls} times "
+                    f"as compiled code and none of its {len(region.modules)} hooks captured anything: its "
+                    "code was compiled without them. Call torch._dynamo.reset() before the recording."
+                )
+        return ""
+
+    # -- one call ------------------------------------------------------------------------------------
+
+    def enter(
+        self, state: ThreadState, frame: Frame, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Before compiled code runs: what it does is seen by its hooks only."""
+        region = self._regions[id(module)]
+        frame.records_ops = False
+        call = _Call(region, frame)
+        state.region = call
+        if self.check_outputs and id(region) not in self._checked and region.modules:
+            self._checked.add(id(region))
+            call.plain = self._run_plain(state, region, args, kwargs)
+        region.enter()
+
+    def leave(self, state: ThreadState, frame: Frame, out: Any, *, raised: bool) -> None:
+        """After it: makes records of what was captured."""
+        call: _Call = state.region
+        if call is None or call.frame is not frame:
+            return
+        state.region = None
+        region, tracer = call.region, self.tracer
+        entries = region.leave()
+        if not tracer.wants_step(frame.step):
+            return
+        try:
+            self._put(state, region, frame, entries)
+            if raised:
+                return
+            if region.modules and not any(kind == "module" for kind, _, _ in entries):
+                raise CaptureError(self.never_captured() or "a compiled call captured nothing")
+            if region.hooks is not None and region.hooks.num_eager:
+                self._warn_of_eager(region)
+            if call.plain is not None:
+                self._compare(region, call.plain, out)
+        except Exception as error:
+            tracer.fault(error)
+
+    def _put(self, state: ThreadState, region: Region, frame: Frame, entries: list[Entry]) -> None:
+        tracer = self.tracer
+        stack: list[Frame] = []
+        with tracer.own_ops(state):
+            for kind, name, value in entries:
+                around = stack[-1] if stack else frame
+                if kind == "enter":
+                    stack.append(self._open(region.modules[int(name)], around, value))
+                elif kind == "module" and stack:
+                    self._close(stack.pop(), value, region)
+                elif kind == "manual":
+                    self._put_inline(around, name, value)
+
+    def _open(self, module: torch.nn.Module, around: Frame, inputs: Any) -> Frame:
+        tracer = self.tracer
+        model, path = resolve_path(tracer.table.get(module) or [], around)
+        call = tracer.counters.next_call(model, around.step, around.phase, path)
+        frame = Frame(model, path, call, around.phase, around.step, None, around, False, True)
+        frame.opened = tracer.upcoming_seq
+        if inputs is not None:
+            tracer.set_save(tracer.options.save_of(path))
+            args, kwargs = inputs
+            for name, value in flatten_arguments(tuple(args), kwargs):
+                frame.inputs += self._slots(name, value, "in")
+        return frame
+
+    def _close(self, frame: Frame, value: Any, region: Region) -> None:
+        tracer = self.tracer
+        tracer.set_save(tracer.options.save_of(frame.path))
+        slots, frame.inputs = frame.inputs, []
+        for name, leaf in flatten(value, "out"):
+            slots += self._slots(name, leaf, "out")
+        tracer.put(
+            frame.record(
+                tracer.next_seq(),
+                "module",
+                slots=slots,
+                opened=frame.opened,
+                thread=tracer.state.number,
+                note=f"compiled: {region.backend}",
+            )
+        )
+
+    def _put_inline(self, frame: Frame, name: str, value: Any) -> None:
+        tracer = self.tracer
+        counter = f"inline:{name}"
+        n = frame.counts[counter] = frame.counts.get(counter, -1) + 1
+        tracer.set_save(tracer.options.save_of(frame.path))
+        slots = self._slots("out", value, "out")
+        tracer.put(
+            frame.record(tracer.next_seq(), "inline", name=name, n=n, slots=slots, thread=tracer.state.number)
+        )
+
+    def _slots(self, name: str, value: Any, role: str) -> list[RawSlot]:
+        if isinstance(value, Opaque):
+            return [RawSlot(name, role, value={"opaque": value.name}, is_tensor=False)]
+        return self.tracer.value_slots(name, value, role)
+
+    def _warn_of_eager(self, region: Region) -> None:
+        assert region.hooks is not None
+        num, region.hooks.num_eager = region.hooks.num_eager, 0
+        self.tracer.writer.amend_header({"ran_eagerly": True})
+        warnings.warn(
+            f"dispatch_trace: {num} modules of the compiled {type(region.body).__name__} ran eagerly (graph "
+            "breaks, or a fallback to eager): what the trace holds of them is not compiled code's.",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+    # -- does watching change what is watched? -------------------------------------------------------
+
+    def _run_plain(
+        self, state: ThreadState, region: Region, args: tuple[Any, ...], kwargs: Any
+    ) -> list[tuple[str, Any]] | None:
+        """What a copy of the region without hooks returns, or None where no copy can be made."""
+        tracer = self.tracer
+        grad = torch.is_grad_enabled()
+        try:
+            with tracer.own_ops(state), torch.random.fork_rng(devices=_devices()):
+                plain = region.plain_copy()
+                copied_args, copied_kwargs = copy_values(args), copy_values(kwargs)
+                with torch.set_grad_enabled(grad):
+                    out = plain(*copied_args, **copied_kwargs)
+                return [
+                    (name, leaf.detach())
+                    for name, leaf in flatten(out, "out")
+                    if isinstance(leaf, torch.Tensor)
+                ]
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            tracer.writer.amend_header({"observer": f"not compared: {type(error).__name__}: {reason}"})
+            return None
+
+    def _compare(self, region: Region, plain: list[tuple[str, Any]], out: Any) -> None:
+        tracer = self.tracer
+        watched = {n: v.detach() for n, v in flatten(out, "out") if isinstance(v, torch.Tensor)}
+        with tracer.own_ops(tracer.state):
+            differing = [n for n, v in plain if n not in watched or not same_bits(v, watched[n])]
+        if not differing:
+            tracer.writer.amend_header({"observer": "outputs with and without hooks are equal bit for bit"})
+            return
+        tracer.writer.amend_header({"observer": "outputs with and without hooks differ"})
+        tracer.writer.mark_perturbed(
+            f"hooks changed what the compiled {type(region.body).__name__} returns "
+            f"({', '.join(differing[:4])}): with them the compiler fuses otherwise. Select fewer modules, or "
+            "judge the outputs without hooks."
+        )
+
+
+def _devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
+def copy_values(value: Any) -> Any:
+    """A deep copy of arguments in which tensors that need gradients are cut off from their graph."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if type(value) in (list, tuple):
+        return type(value)(copy_values(item) for item in value)
+    if type(value) is dict:
+        return {key: copy_values(item) for key, item in value.items()}
+    return copy.deepcopy(value)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same bytes."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    if a.numel() == 0:
+        return True
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
