@@ -93,8 +93,8 @@ class Blame:
         state = self._noise.state(value)
         record = self._target.records[value[0]]
         inside = self._modules_only.find(self._target.call_of(record))
-        if inside is not None:
-            return inside
+        if inside is not None and not (inside.label == "introduced" and inside.seq == record.seq):
+            return inside  # else all that was captured within is right, and lost on its way out
         evidence = self._sites.evidence(state) | {"region": record.note or "opaque"}
         hint = "inside a compiled region: the op that produced the reference's output is named"
         owner = None if state.link is None else self._ref.records[state.link.ref[0]]
