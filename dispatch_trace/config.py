@@ -5,8 +5,9 @@ No torch import; bad values raise `ConfigError` or `PatternError` here, before a
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -107,6 +108,87 @@ class RecordOptions:
             "sketch": self.sketch,
             "params": self.params,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureConfig:
+    """What an engine is to capture of its models.
+
+    Attributes:
+      modules: patterns over the target model's modules.
+      draft_modules: over the draft model's.
+      vision_modules: over the vision encoder's, without the `visual.` that they are written with.
+      capture_dir: where the traces go; None where nothing is to be captured.
+      capture_filter: which of the captured names are written; None for all.
+    """
+
+    modules: tuple[str, ...] = ()
+    draft_modules: tuple[str, ...] = ()
+    vision_modules: tuple[str, ...] = ()
+    capture_dir: str | None = None
+    capture_filter: tuple[str, ...] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is to be captured."""
+        return bool(self.modules or self.draft_modules or self.vision_modules)
+
+    @classmethod
+    def from_neuron_config(cls, config: Mapping[str, Any] | None) -> CaptureConfig:
+        """Reads the `tensor_capture` dict of an engine's configuration.
+
+        Args:
+          config: the configuration that holds `tensor_capture`, or that dict itself: `modules`,
+            `draft_modules` (a pattern or several; one that starts with `visual.` is for the vision
+            encoder), `capture_dir`, `capture_filter`. None or no such key: nothing is captured.
+
+        Raises:
+          ConfigError: an unknown key, a value of the wrong type, or modules without a `capture_dir`.
+          PatternError: a pattern that is none.
+        """
+        given: Any = {} if config is None else config
+        if isinstance(given, Mapping):
+            known = set(given) & {"tensor_capture", *_CAPTURE_KEYS}
+            given = given.get("tensor_capture", given if known else {}) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"tensor_capture={given!r}: expected a dict with {', '.join(_CAPTURE_KEYS)}.")
+        for key in given:
+            if key not in _CAPTURE_KEYS:
+                raise ConfigError(
+                    f"tensor_capture[{key!r}]: no such key. Expected {', '.join(_CAPTURE_KEYS)}."
+                )
+        lists = {key: _strings(f"tensor_capture[{key!r}]", given.get(key)) for key in _CAPTURE_KEYS[:3]}
+        for key, patterns in lists.items():
+            if patterns and key != "capture_filter":
+                compile_select(list(patterns), option=f"tensor_capture[{key!r}]")
+        everything = lists["modules"] or ()
+        directory = given.get("capture_dir")
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise ConfigError(f"tensor_capture['capture_dir']={directory!r}: expected a path.")
+        found = cls(
+            modules=tuple(p for p in everything if not p.startswith(_VISUAL)),
+            draft_modules=lists["draft_modules"] or (),
+            vision_modules=tuple(p.removeprefix(_VISUAL) for p in everything if p.startswith(_VISUAL)),
+            capture_dir=None if directory is None else os.fspath(directory),
+            capture_filter=lists["capture_filter"],
+        )
+        if found.enabled and found.capture_dir is None:
+            raise ConfigError("tensor_capture: modules are given and no 'capture_dir' to write to.")
+        return found
+
+
+_CAPTURE_KEYS = ("modules", "draft_modules", "capture_filter", "capture_dir")
+_VISUAL = "visual."
+
+
+def _strings(option: str, value: Any) -> tuple[str, ...] | None:
+    """A string or a collection of strings as a tuple."""
+    if value is None:
+        return None
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple, set, frozenset)) or not all(isinstance(v, str) for v in values):
+        raise ConfigError(f"{option}={value!r}: expected a string or a list of strings.")
+    return tuple(sorted(values) if isinstance(values, (set, frozenset)) else values)
 
 
 def record_options(

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import platform
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,46 +18,19 @@ from typing import Any
 
 import torch
 
+from dispatch_trace import neuron
 from dispatch_trace.capture.frames import walk_modules
+from dispatch_trace.capture.header import current_rank, device_of, model_fields, plain_meta, trace_header
 from dispatch_trace.capture.inline import ACTIVE
 from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.modules import ModuleRecorder
 from dispatch_trace.capture.ops import OpRecorder
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions, same_bits
-from dispatch_trace.capture.snapshot import dtype_name
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, RecordOptions, record_options
+from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, record_options
 from dispatch_trace.errors import CaptureError, ConfigError
 from dispatch_trace.patterns import select_modules
-from dispatch_trace.schema import SCHEMA_VERSION
-from dispatch_trace.sketch import SKETCH_PARAMETERS
 from dispatch_trace.store.writer import TraceWriter
-
-# Environment that changes numerics on some device (NEURON.md, rule 5); recorded, never set.
-_ENVIRONMENT = (
-    "NEURON_CC_FLAGS",
-    "NEURON_COMPILER_OPT_LEVEL",
-    "NEURON_LAUNCH_BLOCKING",
-    "NEURON_LOGICAL_NC_CONFIG",
-    "NEURON_RT_STOCHASTIC_ROUNDING_EN",
-    "NEURON_RT_STOCHASTIC_ROUNDING_SEED",
-    "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY",
-    "NEURON_FRAMEWORK_DEBUG",
-    "NEURON_FUSE_SOFTMAX",
-    "XLA_FLAGS",
-    "XLA_IR_DEBUG",
-    "XLA_HLO_DEBUG",
-    "XLA_DISABLE_FUNCTIONALIZATION",
-    "VLLM_NEURON_CPU_MODE",
-    "ATEN_CPU_CAPABILITY",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "MKL_CBWR",
-    "ONEDNN_MAX_CPU_ISA",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
 
 _live: weakref.WeakSet[Tracer] = weakref.WeakSet()
 
@@ -152,7 +123,7 @@ class record:
             raise ConfigError(
                 f"max_pending_bytes={max_pending_bytes}, max_bytes={max_bytes}: expected bytes, above 0."
             )
-        self._meta = _plain_meta(meta)
+        self._meta = plain_meta(meta)
         self._recompile = recompile
         self._check_outputs = check_outputs
         self._overwrite = overwrite
@@ -176,9 +147,13 @@ class record:
         regions = find_regions(models.values())
         if not self._recompile:
             check_fresh(regions)
+        if options.level == "op":
+            neuron.refuse_dispatch_recorder(
+                [type(r.body).__name__ for r in regions], device=device_of(models)
+            )
         writer = TraceWriter(
             self.path,
-            _header(options, models, self._meta),
+            trace_header(options, models, self._meta),
             rank=current_rank(),
             overwrite=self._overwrite,
             stats=options.stats,
@@ -199,8 +174,7 @@ class record:
             self._modules.install()
             self._modules.watch(regions)
             if regions:
-                backends = self._regions.backends
-                writer.amend_header({"compile_backend": next(iter(backends.values())), "regions": backends})
+                writer.amend_header(self._regions.header())
             if options.level == "op":
                 mode = OpRecorder if options.wants_values else MetaRecorder
                 tracer.new_mode = functools.partial(mode, tracer)
@@ -258,7 +232,7 @@ class record:
         if tracer is None or not tracer.active:
             raise ConfigError("rec.step() outside the recording's block.")
         with tracer.own_ops(tracer.state):
-            values = _plain_meta(meta)
+            values = plain_meta(meta)
         tracer.enter_bracket(values)
         try:
             yield
@@ -286,7 +260,7 @@ class record:
     def _on_root_adopted(self, root: torch.nn.Module) -> None:
         """The header was written before the root was known."""
         if self._tracer is not None:
-            self._tracer.writer.amend_header(_model_fields({"": root}))
+            self._tracer.writer.amend_header(model_fields({"": root}))
 
     def _on_writer_fault(self, error: Exception) -> None:
         if self._tracer is not None:
@@ -302,14 +276,6 @@ class record:
         return f"{self.path}: nothing was recorded: {why}."
 
 
-def current_rank() -> int:
-    """Rank of this process: torch.distributed's where it runs, else $RANK, else 0."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    value = os.environ.get("RANK", "")
-    return int(value) if value.isdigit() else 0
-
-
 def _named_models(model: Any) -> dict[str, torch.nn.Module]:
     if model is None:
         return {}
@@ -321,107 +287,6 @@ def _named_models(model: Any) -> dict[str, torch.nn.Module]:
                 f"{type(each).__name__}{f' for {name!r}' if name else ''}."
             )
     return dict(models)
-
-
-def _plain_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, torch.Tensor):
-            return value.detach().cpu().tolist()
-        if isinstance(value, dict):
-            return {str(k): plain(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple, set, range)):
-            return [plain(v) for v in value]
-        if hasattr(value, "tolist"):
-            return value.tolist()
-        raise ConfigError(
-            f"meta: {value!r} is no plain value (None, bool, int, float, str, list, dict, tensor)."
-        )
-
-    return {k: plain(v) for k, v in (meta or {}).items()}
-
-
-def _header(
-    options: RecordOptions, models: dict[str, torch.nn.Module], meta: dict[str, Any]
-) -> dict[str, Any]:
-    from dispatch_trace import __version__
-
-    world = int(os.environ.get("WORLD_SIZE", "1")) if os.environ.get("WORLD_SIZE", "1").isdigit() else 1
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "package_version": __version__,
-        "torch_version": torch.__version__,
-        "python_version": platform.python_version(),
-        "platform": platform.platform(),
-        "start_time": time.time(),
-        "command": [os.path.basename(a) if i == 0 else a for i, a in enumerate(sys.argv)],
-        "lane": "eager",
-        "compile_backend": None,
-        "grad_enabled": torch.is_grad_enabled(),
-        "inference_mode": torch.is_inference_mode_enabled(),
-        "num_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "default_dtype": dtype_name(torch.get_default_dtype()),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "environment": {
-            k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("TORCH_NEURONX_")
-        },
-        **_model_fields(models),
-        "options": options.header(),
-        "sketch": SKETCH_PARAMETERS if options.sketch else None,
-        "world_size": world,
-        "rank": current_rank(),
-        "meta": meta,
-    }
-
-
-def _model_fields(models: dict[str, torch.nn.Module]) -> dict[str, Any]:
-    """What the header says of the root models: device, classes and the module table."""
-    modules = _module_table(models)
-    classes = {row["model"]: row["class"] for row in modules if row["path"] == ""}
-    return {
-        "device": _device_of(models),
-        "models": {name: {"class": classes[name], "training": m.training} for name, m in models.items()},
-        "modules": modules,
-    }
-
-
-def _device_of(models: dict[str, torch.nn.Module]) -> str:
-    for model in models.values():
-        for tensor in (*model.parameters(), *model.buffers()):
-            return str(tensor.device.type)
-    return "cpu"
-
-
-def _module_table(models: dict[str, torch.nn.Module]) -> list[dict[str, Any]]:
-    """A row for every path, shared modules too: model, path, class, parameters (name, shape, dtype)."""
-    return [
-        {
-            "model": name,
-            "path": path,
-            "class": f"{type(module).__module__}.{type(module).__qualname__}",
-            "parameters": _parameter_rows(module),
-        }
-        for name, model in models.items()
-        for path, module, compiled in walk_modules(model)
-        if not compiled
-    ]
-
-
-def _parameter_rows(module: torch.nn.Module) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": key,
-            "shape": None if torch.nn.parameter.is_lazy(tensor) else [int(s) for s in tensor.shape],
-            "dtype": dtype_name(tensor.dtype),
-            "buffer": buffer,
-        }
-        for buffer, tensors in ((False, module._parameters), (True, module._buffers))
-        for key, tensor in tensors.items()
-        if tensor is not None
-    ]
 
 
 def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from dispatch_trace import neuron
 from dispatch_trace.capture.tapop import tap_op
 from dispatch_trace.registry import Entry, TensorRegistry, clone
 
@@ -155,6 +156,8 @@ class Region:
       backend: name of the backend.
       registry: takes what the hooks see.
       modules: the hooked modules; their hooks name them by their place here.
+      lane: the Neuron lane it runs on, None elsewhere; there only hooks are touched (NEURON.md, rule 2).
+      tracked, graphs_before: what the lane and Dynamo had counted before the first call.
       num_calls, num_captures: calls of the region that were recorded, and values that came out of them.
     """
 
@@ -163,12 +166,15 @@ class Region:
         self.body: torch.nn.Module = getattr(module, "_orig_mod", module)
         self.context = compile_context(module)
         self.backend = backend_name(self.context)
-        self.registry = TensorRegistry(tap_for(self.context))
+        self.lane = neuron.lane_of(device=_device(self.body), compile_backend=self.backend)
+        self.registry = TensorRegistry(tap_for(self.context, lane=self.lane))
         self.modules: list[torch.nn.Module] = []
         self.hooks: TracedHooks | None = None
         self.num_calls = 0
         self.num_captures = 0
-        self._isolation = Isolation(module, self.context)
+        self.tracked: neuron.OpTracking | None = None
+        self.graphs_before = 0
+        self._isolation = None if self.lane else Isolation(module, self.context)
         self._outside: TensorRegistry | None = None
 
     @property
@@ -182,13 +188,15 @@ class Region:
         numbered = [(str(i), module) for i, module in enumerate(self.modules)]
         self.hooks = TracedHooks(numbered, self.registry, inputs=inputs)
         self.hooks.install()
-        self._isolation.begin()
+        if self._isolation is not None:
+            self._isolation.begin()
 
     def release(self) -> None:
         """Takes the hooks off; the program's own compiled code is in force again."""
         if self.hooks is not None:
             self.hooks.remove()
-            self._isolation.end()
+            if self._isolation is not None:
+                self._isolation.end()
             self.registry.clear()
             self.modules = []
             self.hooks = None
@@ -263,11 +271,27 @@ def backend_name(context: Any) -> str:
     return name
 
 
-def tap_for(context: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes copies inside the graphs of this backend."""
+def tap_for(context: Any, *, lane: neuron.Lane | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes copies inside the graphs of this backend.
+
+    An operator that the backend cannot see through, where it runs operators that it does not know; else a
+    clone, which every backend can compile and inductor is known to get wrong.
+    """
     name = backend_name(context)
-    known = name in _OPEN_BACKENDS or getattr(_backend(context), "runs_unknown_ops", False)
-    return tap_op() if known else clone
+    return tap_op() if lane is None and name in _OPEN_BACKENDS else clone
+
+
+def num_graphs() -> int:
+    """Graphs that Dynamo has handed to backends in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _device(module: torch.nn.Module) -> str:
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return str(tensor.device.type)
+    return "cpu"
 
 
 def _entry_codes(module: torch.nn.Module, body: torch.nn.Module) -> list[Any]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from dispatch_trace.capture.compiled import Region, compile_context
+from dispatch_trace import neuron
+from dispatch_trace.capture.compiled import Region, compile_context, num_graphs
 from dispatch_trace.capture.frames import Frame, ThreadState, resolve_path
 from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
@@ -103,15 +104,20 @@ class Regions:
     def __contains__(self, module: torch.nn.Module) -> bool:
         return id(module) in self._regions
 
-    @property
-    def backends(self) -> dict[str, str]:
-        """Backend by path of the region."""
+    def header(self) -> dict[str, Any]:
+        """What a header says of them: the backend, also by path, and on Neuron the manifest."""
         table = self.tracer.table
-        return {
+        backends = {
             path: region.backend
             for region in self._regions.values()
             for _, path in (table.get(region.module) or ())[:1]
         }
+        backend = next(iter(backends.values()), None)
+        fields: dict[str, Any] = {"compile_backend": backend, "regions": backends}
+        lanes = [r.lane for r in self._regions.values() if r.lane]
+        if lanes:
+            fields |= {"lane": lanes[0], "neuron": neuron.manifest(compile_backend=backend)}
+        return fields
 
     def never_captured(self) -> str:
         """What to say of regions that ran and captured nothing; empty where all is well."""
@@ -134,7 +140,10 @@ class Regions:
         frame.records_ops = False
         call = _Call(region, frame)
         state.region = call
-        if self.check_outputs and id(region) not in self._checked and region.modules:
+        if region.lane and region.tracked is None:
+            region.tracked = neuron.op_tracking()
+            region.graphs_before = num_graphs()
+        if self.check_outputs and id(region) not in self._checked and region.modules and not region.lane:
             self._checked.add(id(region))
             call.plain = self._run_plain(state, region, args, kwargs)
         region.enter()
@@ -155,6 +164,12 @@ class Regions:
                 return
             if region.modules and not any(kind == "module" for kind, _, _ in entries):
                 raise CaptureError(self.never_captured() or "a compiled call captured nothing")
+            if region.tracked is not None:
+                neuron.check_compiled(
+                    region.tracked,
+                    num_graphs=num_graphs() - region.graphs_before,
+                    where=type(region.body).__name__,
+                )
             if region.hooks is not None and region.hooks.num_eager:
                 self._warn_of_eager(region)
             if call.plain is not None:
