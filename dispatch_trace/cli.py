@@ -106,8 +106,8 @@ def _align(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from dispatch_trace.compat import open_ranks
     from dispatch_trace.report import listing
-    from dispatch_trace.store.reader import open_ranks
 
     ranks = open_ranks(options.trace)
     if options.record is not None:
@@ -129,8 +129,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from dispatch_trace.compat import open_ranks
     from dispatch_trace.report import listing
-    from dispatch_trace.store.reader import open_ranks
 
     ranks = open_ranks(options.trace)
     problems: list[str] = []
@@ -141,6 +141,22 @@ def _verify(options: argparse.Namespace) -> int:
             problems += [f"rank {rank.rank}: {problem}" for problem in rank.verify()]
     print(listing.verification(ranks, problems, path=options.trace))
     return EXIT_UNREADABLE if problems else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from dispatch_trace import session
+    from dispatch_trace.compat.convert import convert
+
+    written = convert(
+        options.trace,
+        options.out,
+        to=options.to,
+        tensor_of=lambda reader, record, slot: session.Record(reader, record).tensor(slot.name),
+    )
+    print(f"{options.out}: {written.num_tensors} tensors of {written.num_steps} steps")
+    for what in written.left_out:
+        print(f"  left out: {what}")
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -224,6 +240,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("trace", metavar="TRACE")
     verify.set_defaults(run=_verify)
+
+    convert = verbs.add_parser(
+        "convert",
+        help="write a trace in the vLLM-Neuron capture layout, or such a dump as a trace",
+        description="Writes TRACE, or a dump of another tool, in another layout, and lists what that layout "
+        "has no place for (docs/vllm_neuron.md). `align`, `show` and `verify` read such dumps as they are.",
+    )
+    convert.add_argument("trace", metavar="TRACE")
+    convert.add_argument("out", metavar="OUT", help="the directory to make")
+    convert.add_argument("--to", choices=("vllm-neuron", "trace"), required=True, help="the layout of OUT")
+    convert.set_defaults(run=_convert)
 
     demo = verbs.add_parser(
         "demo",

@@ -20,6 +20,7 @@ import numpy as np
 
 from dispatch_trace.align.pairs import Pair, Progress, pair_traces
 from dispatch_trace.align.steps import chosen_steps
+from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, NotExecutableError
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.golden import Golden
@@ -28,7 +29,7 @@ from dispatch_trace.judge.verdict import judge
 from dispatch_trace.metrics import derived
 from dispatch_trace.report.facts import html_table, jsonable, pair_row
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
-from dispatch_trace.store.reader import RankReader, open_ranks
+from dispatch_trace.store.reader import RankReader
 
 if TYPE_CHECKING:
     import pandas
@@ -464,7 +465,7 @@ def open(path: str | os.PathLike[str]) -> Trace:
     """Opens a recorded trace.
 
     Raises:
-      NotATraceError, TraceFormatError, SchemaVersionError: as the reader's `open_ranks`.
+      NotATraceError, TraceFormatError, SchemaVersionError: as `compat.open_ranks`.
     """
     return Trace(path)
 
