@@ -17,6 +17,9 @@ _HOMES = {
     "record": "dispatch_trace.recorder",
     "check_observer": "dispatch_trace.recorder",
     "capture_tensor": "dispatch_trace.capture.inline",
+    "ModelCapture": "dispatch_trace.model_capture",
+    "CaptureConfig": "dispatch_trace.config",
+    "TensorRegistry": "dispatch_trace.registry",
     "open": "dispatch_trace.session",
     "align": "dispatch_trace.session",
     "Trace": "dispatch_trace.session",
@@ -64,10 +67,13 @@ sys.modules[__name__].__class__ = _Package
 
 if TYPE_CHECKING:
     from dispatch_trace.capture.inline import capture_tensor as capture_tensor
+    from dispatch_trace.config import CaptureConfig as CaptureConfig
     from dispatch_trace.errors import *  # noqa: F403 - the names listed in _HOMES
     from dispatch_trace.judge.verdict import Finding as Finding
+    from dispatch_trace.model_capture import ModelCapture as ModelCapture
     from dispatch_trace.recorder import check_observer as check_observer
     from dispatch_trace.recorder import record as record
+    from dispatch_trace.registry import TensorRegistry as TensorRegistry
     from dispatch_trace.session import Alignment as Alignment
     from dispatch_trace.session import Record as Record
     from dispatch_trace.session import Trace as Trace

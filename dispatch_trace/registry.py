@@ -68,6 +68,10 @@ class TensorRegistry:
     def enabled(self) -> bool:
         return self._enabled
 
+    def use_tap(self, tap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Changes what makes the copies; before anything is compiled."""
+        self._tap = tap
+
     def clear(self) -> None:
         """Forgets everything; must run before each forward of a compiled model."""
         self._entries.clear()

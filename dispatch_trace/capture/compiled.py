@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from dispatch_trace import neuron
+from dispatch_trace.capture.header import device_of
 from dispatch_trace.capture.tapop import tap_op
 from dispatch_trace.registry import Entry, TensorRegistry, clone
 
@@ -120,6 +121,8 @@ class Isolation:
             self._module._compiled_call_impl = self._context(_own_frame(self._module._call_impl))
 
     def end(self) -> None:
+        if self._compiled is None:
+            return
         if self._region is not None:
             self._context._isolate_recompiles_id = self._region
         if hasattr(self._module, "_orig_mod"):
@@ -166,7 +169,7 @@ class Region:
         self.body: torch.nn.Module = getattr(module, "_orig_mod", module)
         self.context = compile_context(module)
         self.backend = backend_name(self.context)
-        self.lane = neuron.lane_of(device=_device(self.body), compile_backend=self.backend)
+        self.lane = neuron.lane_of(device=device_of({"": self.body}), compile_backend=self.backend)
         self.registry = TensorRegistry(tap_for(self.context, lane=self.lane))
         self.modules: list[torch.nn.Module] = []
         self.hooks: TracedHooks | None = None
@@ -188,18 +191,27 @@ class Region:
         numbered = [(str(i), module) for i, module in enumerate(self.modules)]
         self.hooks = TracedHooks(numbered, self.registry, inputs=inputs)
         self.hooks.install()
-        if self._isolation is not None:
-            self._isolation.begin()
+        self.isolate()
 
     def release(self) -> None:
         """Takes the hooks off; the program's own compiled code is in force again."""
         if self.hooks is not None:
             self.hooks.remove()
-            if self._isolation is not None:
-                self._isolation.end()
-            self.registry.clear()
-            self.modules = []
             self.hooks = None
+        if self._isolation is not None:
+            self._isolation.end()
+        self.registry.clear()
+        self.modules = []
+
+    @property
+    def opaque_taps(self) -> bool:
+        """Whether copies are made by an operator that the backend cannot see through."""
+        return tap_for(self.context, lane=self.lane) is not clone
+
+    def isolate(self) -> None:
+        """Has the region compile apart from what the program has compiled, where that may be asked."""
+        if self._isolation is not None:
+            self._isolation.begin()
 
     def enter(self) -> None:
         """Before each call: empties the registry, and has inline captures go there."""
@@ -286,12 +298,6 @@ def num_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-def _device(module: torch.nn.Module) -> str:
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        return str(tensor.device.type)
-    return "cpu"
 
 
 def _entry_codes(module: torch.nn.Module, body: torch.nn.Module) -> list[Any]:

@@ -110,6 +110,7 @@ def model_fields(models: dict[str, torch.nn.Module]) -> dict[str, Any]:
 
 
 def device_of(models: dict[str, torch.nn.Module]) -> str:
+    """Type of the device that the first model's first tensor lies on; "cpu" without one."""
     for model in models.values():
         for tensor in (*model.parameters(), *model.buffers()):
             return str(tensor.device.type)

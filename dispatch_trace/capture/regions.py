@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from dispatch_trace import neuron
+from dispatch_trace.capture.captures import CaptureRecords
 from dispatch_trace.capture.compiled import Region, compile_context, num_graphs
-from dispatch_trace.capture.frames import Frame, ThreadState, resolve_path
-from dispatch_trace.capture.structure import flatten, flatten_arguments
+from dispatch_trace.capture.frames import Frame, ThreadState
+from dispatch_trace.capture.structure import flatten
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.errors import CaptureError, HookAfterCompileError
-from dispatch_trace.registry import Entry, Opaque
-from dispatch_trace.schema import RawSlot
 
 
 def find_regions(roots: Iterable[torch.nn.Module]) -> list[Region]:
@@ -159,7 +158,8 @@ class Regions:
         if not tracer.wants_step(frame.step):
             return
         try:
-            self._put(state, region, frame, entries)
+            with tracer.own_ops(state):
+                self._records(region).put(frame, entries)
             if raised:
                 return
             if region.modules and not any(kind == "module" for kind, _, _ in entries):
@@ -177,63 +177,13 @@ class Regions:
         except Exception as error:
             tracer.fault(error)
 
-    def _put(self, state: ThreadState, region: Region, frame: Frame, entries: list[Entry]) -> None:
-        tracer = self.tracer
-        stack: list[Frame] = []
-        with tracer.own_ops(state):
-            for kind, name, value in entries:
-                around = stack[-1] if stack else frame
-                if kind == "enter":
-                    stack.append(self._open(region.modules[int(name)], around, value))
-                elif kind == "module" and stack:
-                    self._close(stack.pop(), value, region)
-                elif kind == "manual":
-                    self._put_inline(around, name, value)
-
-    def _open(self, module: torch.nn.Module, around: Frame, inputs: Any) -> Frame:
-        tracer = self.tracer
-        model, path = resolve_path(tracer.table.get(module) or [], around)
-        call = tracer.counters.next_call(model, around.step, around.phase, path)
-        frame = Frame(model, path, call, around.phase, around.step, None, around, False, True)
-        frame.opened = tracer.upcoming_seq
-        if inputs is not None:
-            tracer.set_save(tracer.options.save_of(path))
-            args, kwargs = inputs
-            for name, value in flatten_arguments(tuple(args), kwargs):
-                frame.inputs += self._slots(name, value, "in")
-        return frame
-
-    def _close(self, frame: Frame, value: Any, region: Region) -> None:
-        tracer = self.tracer
-        tracer.set_save(tracer.options.save_of(frame.path))
-        slots, frame.inputs = frame.inputs, []
-        for name, leaf in flatten(value, "out"):
-            slots += self._slots(name, leaf, "out")
-        tracer.put(
-            frame.record(
-                tracer.next_seq(),
-                "module",
-                slots=slots,
-                opened=frame.opened,
-                thread=tracer.state.number,
-                note=f"compiled: {region.backend}",
-            )
+    def _records(self, region: Region) -> CaptureRecords:
+        table = self.tracer.table
+        return CaptureRecords(
+            self.tracer,
+            lambda name: table.get(region.modules[int(name)]) or [],
+            note=f"compiled: {region.backend}",
         )
-
-    def _put_inline(self, frame: Frame, name: str, value: Any) -> None:
-        tracer = self.tracer
-        counter = f"inline:{name}"
-        n = frame.counts[counter] = frame.counts.get(counter, -1) + 1
-        tracer.set_save(tracer.options.save_of(frame.path))
-        slots = self._slots("out", value, "out")
-        tracer.put(
-            frame.record(tracer.next_seq(), "inline", name=name, n=n, slots=slots, thread=tracer.state.number)
-        )
-
-    def _slots(self, name: str, value: Any, role: str) -> list[RawSlot]:
-        if isinstance(value, Opaque):
-            return [RawSlot(name, role, value={"opaque": value.name}, is_tensor=False)]
-        return self.tracer.value_slots(name, value, role)
 
     def _warn_of_eager(self, region: Region) -> None:
         assert region.hooks is not None
