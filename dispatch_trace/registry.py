@@ -117,7 +117,7 @@ class TensorRegistry:
         for kind, name, value in self._entries:
             if kind == "manual":
                 number = seen[name] = seen.get(name, -1) + 1
-                manual.append((f"{MANUAL_PREFIX}{name}{f'_{number}' if number else ''}", value))
+                manual.append((manual_name(name, number), value))
         return [(name, value) for name, value in modules + manual if value is not None]
 
     def get_all_names(self) -> list[str]:
@@ -142,6 +142,11 @@ class TensorRegistry:
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
             return value
         return Opaque(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def manual_name(name: str, number: int) -> str:
+    """What the `number`-th inline capture of one name in a forward is called."""
+    return f"{MANUAL_PREFIX}{name}_{number}" if number else f"{MANUAL_PREFIX}{name}"
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 from dispatch_trace.capture.frames import Frame, resolve_path
 from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.registry import Entry, Opaque
+from dispatch_trace.registry import Entry, Opaque, manual_name
 from dispatch_trace.schema import RawSlot
 
 # (model, path) candidates of the name under which a hook registers.
@@ -36,10 +36,12 @@ class CaptureRecords:
         self._names = names
         self._note = note
         self._wants = wants
+        self._repeats: dict[str, int] = {}
 
     def put(self, frame: Frame, entries: Iterable[Entry]) -> None:
         """Records of what was captured inside the call `frame`."""
         stack: list[Frame] = []
+        self._repeats.clear()
         for kind, name, value in entries:
             around = stack[-1] if stack else frame
             if kind == "enter":
@@ -89,8 +91,8 @@ class CaptureRecords:
         tracer = self._tracer
         counter = f"inline:{name}"
         n = frame.counts[counter] = frame.counts.get(counter, -1) + 1
-        repeated = f"manual.{name}_{n}" if n else f"manual.{name}"
-        if self._wants is not None and not self._wants(repeated):
+        repeat = self._repeats[name] = self._repeats.get(name, -1) + 1
+        if self._wants is not None and not self._wants(manual_name(name, repeat)):
             return
         tracer.set_save(tracer.options.save_of(frame.path))
         slots = self._slots("out", value, "out")
