@@ -77,6 +77,8 @@ def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> 
         if a.get(name) != b.get(name):
             found.append(f"{name}: {a.get(name)} in the reference, {b.get(name)} in the target")
     for name, ranks in (("reference", ref), ("target", target)):
+        for rank in ranks:
+            found += [f"{name}: {why}" for why in (rank.end or {}).get("perturbed") or ()]
         if all(rank.complete for rank in ranks):
             continue
         why = [problem for rank in ranks for problem in rank.problems]
