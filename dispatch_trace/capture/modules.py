@@ -332,8 +332,8 @@ class ModuleRecorder:
             tracer.num_calls += 1
             if not frame.records_module:
                 return
-            if not note and id(frame.module) in tracer.table.compiled:
-                note = "opaque: compiled region"
+            if not note:
+                note = self._regions.note_of(frame.module)
             if tracer.storages is None:
                 if state.mode is None:
                     leaves = [] if out is _MISSING else meta.leaves_of_output(out)

@@ -118,6 +118,11 @@ class Regions:
             fields |= {"lane": lanes[0], "neuron": neuron.manifest(compile_backend=backend)}
         return fields
 
+    def note_of(self, module: torch.nn.Module | None) -> str:
+        """What the record of a module says where its call runs compiled code; else empty."""
+        region = self._regions.get(id(module))
+        return f"opaque: compiled region ({region.backend})" if region is not None else ""
+
     def never_captured(self) -> str:
         """What to say of regions that ran and captured nothing; empty where all is well."""
         for region in self._regions.values():
