@@ -20,6 +20,7 @@ _HOMES = {
     "ModelCapture": "dispatch_trace.model_capture",
     "CaptureConfig": "dispatch_trace.config",
     "TensorRegistry": "dispatch_trace.registry",
+    "tap": "dispatch_trace.capture.graph",
     "open": "dispatch_trace.session",
     "align": "dispatch_trace.session",
     "Trace": "dispatch_trace.session",
@@ -66,6 +67,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 if TYPE_CHECKING:
+    from dispatch_trace.capture.graph import tap as tap
     from dispatch_trace.capture.inline import capture_tensor as capture_tensor
     from dispatch_trace.config import CaptureConfig as CaptureConfig
     from dispatch_trace.errors import *  # noqa: F403 - the names listed in _HOMES
