@@ -225,6 +225,25 @@ def _link_modules(pairing: Pairing) -> None:
             twin = by_name.get((slot.role, slot.name))
             if slot.is_tensor and twin is not None:
                 _link_slots(pairing, ref, twin, target, slot, "module" if slot.role == "out" else "input")
+    _link_inline(pairing)
+
+
+def _link_inline(pairing: Pairing) -> None:
+    """Inline captures pair by name and number within a pair of calls: the user said what they are."""
+    theirs = {
+        (pairing.ref.call_of(record).key, record.grad_phase, record.name, record.n): record
+        for record in pairing.ref.records.values()
+        if record.kind == "inline"
+    }
+    backward = {target: ref for ref, target in pairing.calls.items()}
+    for target in pairing.target.records.values():
+        if target.kind != "inline":
+            continue
+        around = backward.get(pairing.target.call_of(target).key)
+        ref = theirs.get((around, target.grad_phase, target.name, target.n)) if around is not None else None
+        if ref is not None and ref.slots[0].is_tensor and target.slots[0].is_tensor:
+            pairing.modules.append((ref, target))
+            _link_slots(pairing, ref, ref.slots[0], target, target.slots[0], "module")
 
 
 def _link_ops(pairing: Pairing) -> None:
@@ -282,7 +301,7 @@ def _link_slots(
         return
     places = []
     for program, record, slot in ((pairing.ref, ref, ref_slot), (pairing.target, target, target_slot)):
-        if slot.role == "in" or record.kind == "module":
+        if slot.role == "in" or record.kind in ("module", "inline"):
             origins = program.origins(record, slot)
         else:
             origins = program._origins_of((record.seq, slot.index))
