@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -18,6 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.align.lens import StepLens
+from dispatch_trace.align.rows import RowMap
+from dispatch_trace.align.steps import StepKey
 from dispatch_trace.errors import ConfigError, DispatchTraceError
 from dispatch_trace.metrics import as_numpy
 from dispatch_trace.schema import StoredContent
@@ -99,10 +102,23 @@ def unknown(why: str) -> Difference:
 class Comparer:
     """Compares contents of two ranks, each pair once."""
 
-    def __init__(self, ref: RankReader, target: RankReader, rows: Rows | None = None) -> None:
+    def __init__(
+        self,
+        ref: RankReader,
+        target: RankReader,
+        rows: Rows | None = None,
+        maps: Mapping[tuple[StepKey, StepKey], RowMap | None] | None = None,
+    ) -> None:
+        """
+        Args:
+          rows: a cut that counts for all tensors.
+          maps: by pair of steps which rows belong together; None for steps that pair as they are. Both
+            readers are then lenses.
+        """
         self.ref = ref
         self.target = target
         self.rows = rows
+        self._maps = maps
         self._known: dict[tuple[int, int], Difference] = {}
         self._arrays: OrderedDict[tuple[bool, int], Array | None] = OrderedDict()
         self._cached_bytes = 0
@@ -160,6 +176,10 @@ class Comparer:
 
     def _compare(self, ref_id: int, target_id: int) -> Difference:
         a, b = self.ref.content(ref_id), self.target.content(target_id)
+        if self._maps is not None:
+            found = self._mapped(self._maps, a, b)
+            if found is not None:
+                return found
         if a.hash and a.hash == b.hash:
             return EQUAL
         if a.shape != b.shape and _numel(a.shape) != _numel(b.shape):
@@ -171,6 +191,35 @@ class Comparer:
             if ref is not None and target is not None:
                 return self._from_arrays(ref, target)
         return self._from_sketches(a, b)
+
+    def _mapped(
+        self, maps: Mapping[tuple[StepKey, StepKey], RowMap | None], a: StoredContent, b: StoredContent
+    ) -> Difference | None:
+        """The difference of the rows that belong together; None where the tensors pair as they are."""
+        assert isinstance(self.ref, StepLens) and isinstance(self.target, StepLens)
+        steps = self.ref.step_of(a.id), self.target.step_of(b.id)
+        if steps[0] is None or steps[1] is None:
+            return None
+        if (steps[0], steps[1]) not in maps:
+            # What stands in steps that are no pair may still be one constant.
+            return None if a.shape == b.shape and a.hash == b.hash else unknown("they stand in other steps")
+        rows = maps[steps[0], steps[1]]
+        readings = None if rows is None else rows.readings(a.shape, b.shape)
+        if rows is None or readings is None:
+            return None
+        shapes = f"{list(a.shape)} in the reference, {list(b.shape)} in the target"
+        if not readings:
+            return unknown(f"no way to read the shapes as rows of the same requests: {shapes}")
+        ref, target = self.array(True, a.id), self.array(False, b.id)
+        if ref is None or target is None:
+            return unknown(f"rows lie in other places ({shapes}), and that takes the data of both")
+        found = [
+            replace(arrays_difference(part.ref, part.target), transform=part.transform)
+            for part in rows.select(readings, ref, target)
+        ]
+        if not found:
+            return unknown(f"the rows of the same requests have other shapes: {shapes}")
+        return min(found, key=lambda d: (d.nonfinite, d.rho))
 
     def _from_arrays(self, ref: Array, target: Array) -> Difference:
         if ref.shape == target.shape:

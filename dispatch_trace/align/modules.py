@@ -107,18 +107,25 @@ def module_paths(program: Program) -> set[str]:
 
 
 def pair_calls(
-    ref: Program, target: Program, models: Mapping[str, str], renames: Renames
+    ref: Program,
+    target: Program,
+    models: Mapping[str, str],
+    renames: Renames,
+    steps: Mapping[tuple[str, int], int] | None = None,
 ) -> dict[CallKey, CallKey]:
     """Calls of the reference to calls of the target.
 
+    Args:
+      steps: by (model, step) of the reference the step of the target; None where they have one number.
     Raises:
       RenameError: a rule matches nothing, or two paths get one name.
     """
     renames.check(module_paths(ref), module_paths(target))
     pairs: dict[CallKey, CallKey] = {}
     for step, model, path, number in ref.calls:
-        if model in models:
-            key = (step, models[model], renames.apply(path), number)
+        other = step if steps is None else steps.get((model, step))
+        if model in models and other is not None:
+            key = (other, models[model], renames.apply(path), number)
             if key in target.calls:
                 pairs[(step, model, path, number)] = key
     return pairs

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from dispatch_trace.align.canon import dtype_class, is_factory, short
 from dispatch_trace.align.content import Comparer, Difference, Rows, same_class
 from dispatch_trace.align.graph import CallKey, Origin, Program, Value
+from dispatch_trace.align.lens import StepLens
 from dispatch_trace.align.modules import Renames, host, pair_calls
 from dispatch_trace.align.ops import BodyAligner, Element, OpPair, scalars
-from dispatch_trace.align.steps import pair_models
+from dispatch_trace.align.rows import RowMap
+from dispatch_trace.align.steps import StepPair, StepPlan, pair_models, pair_steps, unpaired_steps
 from dispatch_trace.schema import NO_CALL, GradPhase, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
 
@@ -90,6 +92,9 @@ class Pairing:
       modules: (ref, target) module records of paired calls.
       links: by value of the target.
       ref_links: by value of the reference.
+      plan: how steps were paired; None where they pair by number and as they are.
+      others: further rounds of the plan, lined up in the same way.
+      unpaired: numbers of steps that only the reference, and only the target, has.
     """
 
     ref: Program
@@ -104,6 +109,14 @@ class Pairing:
     modules: list[tuple[StoredRecord, StoredRecord]] = field(default_factory=list)
     links: dict[Value, list[Link]] = field(default_factory=lambda: defaultdict(list))
     ref_links: dict[Value, list[Link]] = field(default_factory=lambda: defaultdict(list))
+    plan: StepPlan | None = None
+    others: list[Pairing] = field(default_factory=list)
+    unpaired: tuple[list[int], list[int]] = ([], [])
+
+    @property
+    def rounds(self) -> list[Pairing]:
+        """This and all others: one record may have partners in several of them."""
+        return [self, *self.others]
 
     def compare(self, link: Link) -> Difference:
         return self.comparer.compare(link.ref_content, link.target_content)
@@ -140,20 +153,89 @@ def pair_traces(
     def reading(what: str) -> Callable[[int, int], None] | None:
         return None if progress is None else lambda done, total: progress(done, total, what)
 
+    models, renames = pair_models(ref, target), Renames(rename)
+    plan = pair_steps(ref, target, models, steps)
+    if plan is not None:
+        found = [
+            _round(plan, number, ref, target, cut, models, renames, reading)
+            for number in range(max(len(plan.rounds), 1))
+        ]
+        found[0].others = found[1:]
+    else:
+        pairing = Pairing(
+            Program(ref, steps=steps, progress=reading("reading the reference")),
+            Program(target, steps=steps, progress=reading("reading the target")),
+            Comparer(ref, target, cut),
+            models,
+            renames,
+            steps,
+            unpaired=unpaired_steps(ref, target, steps),
+        )
+        pairing.calls = pair_calls(pairing.ref, pairing.target, models, renames)
+        found = [pairing]
+    for pairing in found:
+        _pair_ops(pairing, ignore_sizes=cut is not None or plan is not None, progress=progress)
+        _link_params(pairing)
+        _link_modules(pairing)
+        _link_ops(pairing)
+        if plan is not None:
+            _link_gathered(pairing)
+    return found[0]
+
+
+def _round(
+    plan: StepPlan,
+    number: int,
+    ref: RankReader,
+    target: RankReader,
+    cut: Rows | None,
+    models: dict[str, str],
+    renames: Renames,
+    reading: Callable[[str], Callable[[int, int], None] | None],
+) -> Pairing:
+    """One round of a plan; what no round pairs shows in the first."""
+    pairs: list[StepPair] = plan.rounds[number] if plan.rounds else []
+    first = number == 0
+    shown = [{p.ref for p in pairs}, {p.target for p in pairs}]
+    if first:
+        shown[0].update(plan.ref_only)
+        shown[1].update(plan.target_only)
+    lenses = [
+        StepLens(reader, keys, out if first else (), outside=first)
+        for reader, keys, out in zip((ref, target), shown, plan.left_out, strict=True)
+    ]
+    programs = [
+        Program(lens, progress=reading(f"reading the {name}"))
+        for lens, name in zip(lenses, ("reference", "target"), strict=True)
+    ]
+    for program, lens in zip(programs, lenses, strict=True):
+        program.deselected += lens.left_out
+    maps = {(p.ref, p.target): None if p.ref_rows is None else RowMap(p) for p in pairs}
+    numbers = {p.ref: p.target[1] for p in pairs} | {(model, -1): -1 for model in models}
     pairing = Pairing(
-        Program(ref, steps=steps, progress=reading("reading the reference")),
-        Program(target, steps=steps, progress=reading("reading the target")),
-        Comparer(ref, target, cut),
-        pair_models(ref, target),
-        Renames(rename),
-        steps,
+        programs[0], programs[1], Comparer(lenses[0], lenses[1], cut, maps), models, renames, plan=plan
     )
-    pairing.calls = pair_calls(pairing.ref, pairing.target, pairing.models, pairing.renames)
-    _pair_ops(pairing, ignore_sizes=cut is not None, progress=progress)
-    _link_params(pairing)
-    _link_modules(pairing)
-    _link_ops(pairing)
+    if first:
+        pairing.unpaired = sorted(k[1] for k in plan.ref_only), sorted(k[1] for k in plan.target_only)
+    pairing.calls = pair_calls(programs[0], programs[1], models, renames, numbers)
     return pairing
+
+
+def relinked(pairing: Pairing, ref: Program, target: Program, comparer: Comparer) -> Pairing:
+    """The same calls and ops paired, with links between other values of the same records."""
+    found = replace(
+        pairing,
+        ref=ref,
+        target=target,
+        comparer=comparer,
+        modules=[],
+        links=defaultdict(list),
+        ref_links=defaultdict(list),
+    )
+    _link_params(found)
+    _link_modules(found)
+    _link_ops(found)
+    return found
 
 
 # Ops --------------------------------------------------------------------------------------------------
@@ -305,9 +387,17 @@ def _link_slots(
             origins = program.origins(record, slot)
         else:
             origins = program._origins_of((record.seq, slot.index))
-        if len(origins) != 1 or not origins[0].whole:
+        if pairing.plan is not None:
+            origins = _last_write(program, origins)
+        if len(origins) != 1 or not (origins[0].whole or (pairing.plan is not None and _repeats(origins[0]))):
             return
         places.append((origins[0], program.held_content(record, slot)))
+    if places[0][0].whole != places[1][0].whole:
+        # One side repeats heads, the other has them repeated by the op: what is repeated can be compared.
+        places = [
+            (origin, program.slot(origin.value).content)
+            for (origin, _), program in zip(places, (pairing.ref, pairing.target), strict=True)
+        ]
     (first, a_content), (second, b_content) = places
     a, b = first.value, second.value
     if (a_content < 0 or b_content < 0) and same_path(pairing.ref, first, pairing.target, second):
@@ -315,6 +405,38 @@ def _link_slots(
     if same_class(pairing.ref.slot(a).dtype, pairing.target.slot(b).dtype):
         slots = (ref.seq, ref_slot.index, target.seq, target_slot.index)
         pairing.add(Link(a, b, a_content, b_content, method, slots))
+
+
+def _repeats(origin: Origin) -> bool:
+    """Whether all of a value arrives, some of it more than once."""
+    return origin.share >= 1.0 and bool(origin.edges)
+
+
+def _last_write(program: Program, origins: tuple[Origin, ...]) -> tuple[Origin, ...]:
+    """The last of several writes in place, which leaves all of a cache that is written step by step."""
+    last = max(origins, key=lambda o: o.value)
+    written = [program.slot(o.value).role == "written" for o in origins]
+    if len(origins) < 2 or not all(written) or len({program.slot(o.value).shape for o in origins}) != 1:
+        return origins
+    return (replace(last, whole=last.share >= 1.0),)
+
+
+def _link_gathered(pairing: Pairing) -> None:
+    """Rows read from a cache that was written in place: what was written is what the reference has there."""
+    for value, links in list(pairing.links.items()):
+        record = pairing.target.records[value[0]]
+        if record.kind != "op" or short(record.op) not in ("index", "index_select", "gather"):
+            continue
+        source = next((s for s in pairing.target.inputs(record) if s.name == "in.self"), None)
+        origins = (
+            () if source is None else _last_write(pairing.target, pairing.target.origins(record, source))
+        )
+        if len(origins) != 1 or pairing.target.slot(origins[0].value).role != "written":
+            continue
+        content = pairing.target.slot(origins[0].value).content
+        for link in list(links):
+            if link.method == "operand" and content >= 0:
+                pairing.add(replace(link, target=origins[0].value, target_content=content))
 
 
 def same_path(ref: Program, first: Origin, target: Program, second: Origin) -> bool:

@@ -1,12 +1,77 @@
-"""Which step of the target belongs to which of the reference: the one with its number."""
+"""Which step of the target belongs to which of the reference.
+
+Where both traces carry request ids or positions (`positions`), the step that computes a token of a request
+pairs with the step that computes it in the other trace. One batched step of the target may so pair with
+several of the reference; pairs are then sorted into *rounds*, in each of which a step has one partner at
+most. Steps that say nothing pair by phase and order, and where no step says anything, by number.
+
+A request is compared only as far as both runs were given the same tokens: where greedy sampling picked
+another one (a tie, not a fault), what follows is another text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+from dispatch_trace.align.positions import NO_POSITION, Cell, StepRows, rows_of
 from dispatch_trace.errors import ConfigError
+from dispatch_trace.schema import StepInfo
 from dispatch_trace.store.reader import RankReader
+
+StepKey: TypeAlias = tuple[str, int]  # model, number
+# A request may come back (the same id again, or all of it computed anew): its n-th life.
+_Life: TypeAlias = tuple[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPair:
+    """A step of the reference, one of the target, and what of them belongs together.
+
+    Attributes:
+      ref, target: (model, number).
+      ref_rows, target_rows: their tables; None where they pair as a whole.
+      cells: (the reference's, the target's) places that hold one token.
+      offsets: by request, place minus position of its tokens in a table padded on the left:
+        (the reference's, the target's).
+    """
+
+    ref: StepKey
+    target: StepKey
+    ref_rows: StepRows | None = None
+    target_rows: StepRows | None = None
+    cells: list[tuple[Cell, Cell]] = field(default_factory=list)
+    offsets: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both steps hold the same in the same places."""
+        ours, theirs = self.ref_rows, self.target_rows
+        if ours is None or theirs is None:
+            return True
+        same = (ours.batch, ours.tokens) == (theirs.batch, theirs.tokens)
+        whole = len(self.cells) == len(ours.cells) == len(theirs.cells)
+        return same and whole and all((a.row, a.place) == (b.row, b.place) for a, b in self.cells)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """How the steps of two traces pair.
+
+    Attributes:
+      rounds: step pairs; within a round no step occurs twice.
+      ref_only, target_only: steps without a partner.
+      left_out: steps that no one compares by rule (behind a tie, or not asked for), by side.
+      notices: what a reader should know of it.
+    """
+
+    rounds: list[list[StepPair]] = field(default_factory=list)
+    ref_only: list[StepKey] = field(default_factory=list)
+    target_only: list[StepKey] = field(default_factory=list)
+    left_out: tuple[set[StepKey], set[StepKey]] = field(default_factory=lambda: (set(), set()))
+    notices: list[str] = field(default_factory=list)
 
 
 def chosen_steps(given: Any) -> frozenset[int] | None:
@@ -39,3 +104,337 @@ def unpaired_steps(
         {s.step for s in r.steps if s.step >= 0 and (steps is None or s.step in steps)} for r in (ref, target)
     ]
     return sorted(numbers[0] - numbers[1]), sorted(numbers[1] - numbers[0])
+
+
+def pair_steps(
+    ref: RankReader, target: RankReader, models: Mapping[str, str], steps: Collection[int] | None = None
+) -> StepPlan | None:
+    """Pairs steps by request and position.
+
+    Args:
+      models: models of the reference to models of the target.
+      steps: only these numbers of the target's.
+    Returns: None where no step of one of the traces says anything, or where pairing by number says the same
+      and no tensor has to be cut.
+    """
+    plan = StepPlan()
+    described = phased = False
+    units: list[StepPair] = []
+    for ref_model, target_model in models.items():
+        found = _ModelSteps(ref, target, ref_model, target_model)
+        described = described or found.described
+        phased = phased or found.phased
+        units += found.pair(plan)
+    if not described and not phased:
+        return None
+    plain = all(unit.is_plain and unit.ref[1] == unit.target[1] for unit in units)
+    if plain and not (plan.ref_only or plan.target_only or plan.left_out[0] or plan.left_out[1]):
+        return None
+    if steps is not None:
+        dropped = [u for u in units if u.target[1] not in steps]
+        units = [u for u in units if u.target[1] in steps]
+        kept = ({u.ref for u in units}, {u.target for u in units})
+        for unit in dropped:
+            for side, key in enumerate((unit.ref, unit.target)):
+                if key not in kept[side]:
+                    plan.left_out[side].add(key)
+        plan.left_out[1].update(k for k in plan.target_only if k[1] not in steps)
+        plan.target_only = [k for k in plan.target_only if k[1] in steps]
+        plan.left_out[0].update(plan.ref_only)
+        plan.ref_only = []
+    plan.rounds = _rounds(units)
+    most = max((len({u.ref for u in group}) for group in _by_target(units).values()), default=1)
+    several = f", up to {most} steps of the reference to one of the target" if most > 1 else ""
+    by = "by request and position" if described else "by phase and order"
+    plan.notices.insert(0, f"steps were paired {by}: {len(units)} pairs{several}")
+    return plan
+
+
+def _by_target(units: Iterable[StepPair]) -> dict[StepKey, list[StepPair]]:
+    found: dict[StepKey, list[StepPair]] = defaultdict(list)
+    for unit in units:
+        found[unit.target].append(unit)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    step: StepKey
+    cell: Cell
+
+
+class _ModelSteps:
+    """The steps of one model in both traces."""
+
+    def __init__(self, ref: RankReader, target: RankReader, ref_model: str, target_model: str) -> None:
+        self.steps = [
+            [s for s in reader.steps if s.model == model and s.step >= 0]
+            for reader, model in ((ref, ref_model), (target, target_model))
+        ]
+        self.rows: list[dict[StepKey, StepRows]] = [{}, {}]
+        self.problems: list[str] = []
+        self._readers = (ref, target)
+        for side, name in ((0, "reference"), (1, "target")):
+            for step in self.steps[side]:
+                found = rows_of(step)
+                if isinstance(found, str):
+                    self.problems.append(f"step {step.step} of the {name}: {found}; it pairs by order")
+                elif found is not None:
+                    self.rows[side][(step.model, step.step)] = found
+        self.described = bool(self.rows[0]) and bool(self.rows[1])
+        phases = [{s.step: s.meta.get("phase") for s in steps} for steps in self.steps]
+        self.phased = all(p is not None for side in phases for p in side.values()) and phases[0] != phases[1]
+
+    def pair(self, plan: StepPlan) -> list[StepPair]:
+        """Pairs of steps; what has no partner, and what is left out, goes to the plan."""
+        plan.notices += self.problems
+        units = self._by_cells(plan) if self.described else {}
+        rest = [
+            [s for s in self.steps[side] if not self.described or (s.model, s.step) not in self.rows[side]]
+            for side in (0, 1)
+        ]
+        whole, only = _by_order(*rest)
+        plan.ref_only += only[0]
+        plan.target_only += only[1]
+        return [*units.values(), *whole]
+
+    def _by_cells(self, plan: StepPlan) -> dict[tuple[StepKey, StepKey], StepPair]:
+        for side in (0, 1):
+            tokens = _read_tokens(self._readers[side], self.steps[side], self.rows[side])
+            self.rows[side].update(tokens)
+        rows = self._common_names(plan)
+        lives = [_lives(rows[side]) for side in (0, 1)]
+        used: tuple[set[StepKey], set[StepKey]] = (set(), set())
+        behind: tuple[set[StepKey], set[StepKey]] = (set(), set())
+        units: dict[tuple[StepKey, StepKey], StepPair] = {}
+        lonely = 0
+        for life, ours in lives[1].items():
+            theirs = lives[0].get(life, {})
+            tied = False
+            for position in sorted(ours):
+                b = ours[position]
+                a = theirs.get(position) or _earlier(lives[0], life, position)
+                if a is None:
+                    lonely += 1
+                    continue
+                if not tied and a.cell.token is not None and b.cell.token not in (None, a.cell.token):
+                    tied = True
+                    plan.notices.append(
+                        f"request {life[0]!r} is compared up to position {position - 1}: there the runs go "
+                        f"on with tokens {a.cell.token} and {b.cell.token} (a tie, or an effect of what is "
+                        "found before it)"
+                    )
+                if tied:
+                    behind[0].add(a.step)
+                    behind[1].add(b.step)
+                    continue
+                key = (a.step, b.step)
+                unit = units.get(key)
+                if unit is None:
+                    unit = units[key] = StepPair(
+                        ref=a.step,
+                        target=b.step,
+                        ref_rows=rows[0][a.step],
+                        target_rows=rows[1][b.step],
+                    )
+                unit.cells.append((a.cell, b.cell))
+                unit.offsets[life[0]] = (_offset(rows[0], theirs), _offset(rows[1], ours))
+                used[0].add(a.step)
+                used[1].add(b.step)
+            if tied:
+                behind[0].update(p.step for q, p in theirs.items() if q > max(ours))
+        for side, lost in ((0, plan.ref_only), (1, plan.target_only)):
+            behind[side].difference_update(used[side])
+            plan.left_out[side].update(behind[side])
+            lost += [step for step in rows[side] if step not in used[side] and step not in behind[side]]
+        if lonely:
+            plan.notices.append(f"{lonely} tokens of the target have no counterpart in the reference")
+        return units
+
+    def _common_names(self, plan: StepPlan) -> list[dict[StepKey, StepRows]]:
+        """The rows of both sides with request ids that mean the same: those of the reference."""
+        rows = [dict(self.rows[0]), dict(self.rows[1])]
+        named = [all(r.named for r in side.values()) for side in rows]
+        if not all(named):
+            return [{k: _unnamed(r) for k, r in side.items()} for side in rows]
+        names = [list(dict.fromkeys(c.request for r in side.values() for c in r.cells)) for side in rows]
+        if names[0] and len(names[0]) == len(names[1]) and not set(names[0]) & set(names[1]):
+            same = dict(zip(names[1], names[0], strict=True))
+            rows[1] = {k: _renamed(r, same) for k, r in rows[1].items()}
+            plan.notices.append("no request id occurs in both traces: requests pair in order of appearance")
+        return rows
+
+
+def _unnamed(rows: StepRows) -> StepRows:
+    return _renamed(rows, {c.request: f"row {c.row}" for c in rows.cells} if not rows.packed else {})
+
+
+def _renamed(rows: StepRows, names: Mapping[str, str]) -> StepRows:
+    cells = tuple(
+        Cell(c.row, c.place, names.get(c.request, c.request), c.position, c.token) for c in rows.cells
+    )
+    return StepRows(rows.batch, rows.tokens, cells, rows.named, rows.packed)
+
+
+def _lives(rows: Mapping[StepKey, StepRows]) -> dict[_Life, dict[int, _Place]]:
+    """Where each position of each life of a request is computed for good.
+
+    A later step that goes back (rejected proposals) replaces what it computes again. One that starts from
+    position 0 again adds what is new (no cache), or is the next life where nothing is.
+    """
+    found: dict[_Life, dict[int, _Place]] = {}
+    life: dict[str, int] = {}
+    for step, table in rows.items():
+        by_request: dict[str, list[Cell]] = defaultdict(list)
+        for cell in table.cells:
+            by_request[cell.request].append(cell)
+        for request, cells in by_request.items():
+            known = found.setdefault((request, life.setdefault(request, 0)), {})
+            last = max(known, default=-2)
+            again = bool(known) and cells[0].position in (0, NO_POSITION)
+            if again and max(c.position for c in cells) <= last:
+                life[request] += 1
+                known = found[(request, life[request])] = {}
+                again = False
+            for cell in cells:
+                if not again or cell.position > last:
+                    known[cell.position] = _Place(step, cell)
+    return found
+
+
+def _earlier(lives: Mapping[_Life, dict[int, _Place]], life: _Life, position: int) -> _Place | None:
+    """A request that one run alone computed anew: what it had before is in an earlier life."""
+    request, number = life
+    for earlier in range(number - 1, -1, -1):
+        place = lives.get((request, earlier), {}).get(position)
+        if place is not None and (request, number) not in lives:
+            return place
+    return None
+
+
+def _offset(rows: Mapping[StepKey, StepRows], places: Mapping[int, _Place]) -> int:
+    """How far a request's tokens stand from their positions in the table of its first step."""
+    first = places.get(0)
+    if first is None or rows[first.step].packed:
+        return 0
+    return first.cell.place
+
+
+def _by_order(
+    ref: list[StepInfo], target: list[StepInfo]
+) -> tuple[list[StepPair], tuple[list[StepKey], list[StepKey]]]:
+    """The n-th step of a phase with the n-th; where not every step has a phase, number with number."""
+    phased = all(s.meta.get("phase") is not None for s in (*ref, *target))
+    keyed: list[dict[Any, StepKey]] = []
+    for steps in (ref, target):
+        counts: dict[Any, int] = defaultdict(int)
+        names: dict[Any, StepKey] = {}
+        for step in steps:
+            phase = step.meta.get("phase") if phased else None
+            names[(phase, counts[phase]) if phased else step.step] = (step.model, step.step)
+            counts[phase] += 1
+        keyed.append(names)
+    pairs = [StepPair(ref=key, target=keyed[1][name]) for name, key in keyed[0].items() if name in keyed[1]]
+    return pairs, (
+        [key for name, key in keyed[0].items() if name not in keyed[1]],
+        [key for name, key in keyed[1].items() if name not in keyed[0]],
+    )
+
+
+def _read_tokens(
+    reader: RankReader, steps: Iterable[StepInfo], rows: Mapping[StepKey, StepRows]
+) -> dict[StepKey, StepRows]:
+    """Rows again, with the tokens that the root module was called with, where the metadata has none."""
+    wanted = {
+        (s.model, s.step): s
+        for s in steps
+        if (r := rows.get((s.model, s.step))) is not None and any(c.token is None for c in r.cells)
+    }
+    found: dict[StepKey, StepRows] = {}
+    if not any(rows[key].tokens for key in wanted):
+        return found
+    for record in reader.records(kind="module", module="", call=0):
+        key = (record.model, record.step)
+        if key not in wanted or record.grad_phase != "fwd" or not rows[key].tokens:
+            continue
+        for slot in record.slots:
+            named = slot.name == "in[0]" or slot.name.endswith(("ids", "tokens"))
+            if slot.role != "in" or not named or "position" in slot.name:
+                continue
+            if slot.dtype not in ("int64", "int32"):
+                continue
+            count = 1
+            for size in slot.shape:
+                count *= size
+            if slot.content < 0 or count != rows[key].batch * rows[key].tokens:
+                continue
+            array = reader.array(slot.content) if reader.content(slot.content).has_data else None
+            if array is None:
+                continue
+            again = rows_of(wanted[key], [int(t) for t in array.reshape(-1)])
+            if isinstance(again, StepRows):
+                found[key] = again
+            break
+    return found
+
+
+def _rounds(units: list[StepPair]) -> list[list[StepPair]]:
+    """Sorts pairs into rounds in which no step has two partners; the pairs of a request stay together."""
+    if len({u.ref for u in units}) == len({u.target for u in units}) == len(units):
+        return [units] if units else []
+    by_request: dict[str, dict[tuple[StepKey, StepKey], StepPair]] = defaultdict(dict)
+    for unit in units:
+        if not unit.cells:
+            by_request[""][(unit.ref, unit.target)] = unit
+        for a, b in unit.cells:
+            mine = by_request[b.request].get((unit.ref, unit.target))
+            if mine is None:
+                mine = by_request[b.request][(unit.ref, unit.target)] = StepPair(
+                    ref=unit.ref,
+                    target=unit.target,
+                    ref_rows=unit.ref_rows,
+                    target_rows=unit.target_rows,
+                    offsets=unit.offsets,
+                )
+            mine.cells.append((a, b))
+    rounds: list[dict[tuple[StepKey, StepKey], StepPair]] = []
+    for mine_all in by_request.values():
+        for layer in _layers(list(mine_all.values())):
+            home = next((r for r in rounds if _fits(r, layer)), None)
+            if home is None:
+                rounds.append(home := {})
+            for unit in layer:
+                known = home.setdefault((unit.ref, unit.target), unit)
+                if known is not unit:
+                    known.cells += unit.cells
+    return [list(r.values()) for r in rounds]
+
+
+def _layers(units: list[StepPair]) -> list[list[StepPair]]:
+    """One request's pairs, parted where a step has several partners (a prompt in chunks)."""
+    layers: list[list[StepPair]] = []
+    for unit in units:
+        home = next(
+            (k for k in layers if all(unit.ref != u.ref and unit.target != u.target for u in k)), None
+        )
+        if home is None:
+            layers.append(home := [])
+        home.append(unit)
+    return layers
+
+
+def _fits(home: Mapping[tuple[StepKey, StepKey], StepPair], layer: list[StepPair]) -> bool:
+    refs = {ref: target for ref, target in home}
+    targets = {target: ref for ref, target in home}
+    return all(refs.get(u.ref, u.target) == u.target and targets.get(u.target, u.ref) == u.ref for u in layer)
+
+
+__all__ = [
+    "StepKey",
+    "StepPair",
+    "StepPlan",
+    "chosen_steps",
+    "pair_models",
+    "pair_steps",
+    "unpaired_steps",
+]

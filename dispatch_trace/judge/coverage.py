@@ -15,6 +15,14 @@ from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.schema import StoredRecord
 
 OUTCOMES: tuple[Outcome, ...] = ("matched", "absorbed", "ref-only", "target-only", "no-data", "deselected")
+_WORST_FIRST: tuple[Outcome, ...] = (
+    "ref-only",
+    "target-only",
+    "no-data",
+    "matched",
+    "absorbed",
+    "deselected",
+)
 _WIDTHS = {"64": 8, "32": 4, "16": 2, "8": 1, "128": 16}
 
 
@@ -194,25 +202,42 @@ def count_coverage(pairs: Iterable[Pair], pairing: Pairing) -> dict[str, Any]:
     """Counts of records by outcome and side, and the share of compute bytes that was compared.
 
     Returns: {"records": {outcome: count}, "share": of all records, "compute_bytes": {"total", "covered",
-      "deselected", "share"}, "not_compared": {why: count}}. A matched pair counts two records.
+      "deselected", "share"}, "not_compared": {why: count}}. A matched pair counts two records, and a record
+      counts once, however many partners it has.
     """
     counts: Counter[str] = Counter()
     total = covered = deselected = 0
     why: Counter[str] = Counter()
+    # With steps that have several partners a record stands in several rows: the worst outcome is its own.
+    outcomes: dict[tuple[bool, int], Outcome] = {}
+    records: dict[tuple[bool, int], tuple[StoredRecord, Program]] = {}
     for pair in pairs:
-        for record, program in ((pair.ref, pairing.ref), (pair.target, pairing.target)):
+        for record, is_ref in ((pair.ref, True), (pair.target, False)):
             if record is None:
                 continue
-            counts[pair.outcome] += 1
-            size = _compute_bytes(program, record)
-            if pair.outcome == "deselected":
-                deselected += size
-                continue
-            total += size
-            if pair.outcome in ("matched", "absorbed"):
-                covered += size
-            else:
-                why[pair.outcome] += 1
+            key = (is_ref, record.seq)
+            known = outcomes.get(key)
+            if known is None or _WORST_FIRST.index(pair.outcome) < _WORST_FIRST.index(known):
+                outcomes[key] = pair.outcome
+            if known is None:
+                home = pairing.ref if is_ref else pairing.target
+                for one in pairing.others:
+                    program = one.ref if is_ref else one.target
+                    if record.seq not in home.records and record.seq in program.records:
+                        home = program
+                records[key] = record, home
+    for key, outcome in outcomes.items():
+        record, program = records[key]
+        counts[outcome] += 1
+        size = _compute_bytes(program, record)
+        if outcome == "deselected":
+            deselected += size
+            continue
+        total += size
+        if outcome in ("matched", "absorbed"):
+            covered += size
+        else:
+            why[outcome] += 1
     left_out = pairing.ref.deselected + pairing.target.deselected
     if left_out:
         counts["deselected"] += left_out

@@ -40,16 +40,17 @@ class Golden:
 
 def _output_errors(pairing: Pairing) -> dict[str, tuple[float, float]]:
     """Relative error of each final output, and the roundoff of its dtype."""
-    found = {}
-    for key, other in pairing.calls.items():
-        golden, target = pairing.ref.calls[key], pairing.target.calls[other]
-        if golden.parent is not None or golden.record is None or target.record is None:
-            continue
-        slots = {s.name: s for s in golden.record.slots if s.role == "out" and s.is_tensor}
-        for slot in target.record.slots:
-            if slot.role != "out" or slot.name not in slots:
+    found: dict[str, tuple[float, float]] = {}
+    for one in pairing.rounds:
+        for key, other in one.calls.items():
+            golden, target = one.ref.calls[key], one.target.calls[other]
+            if golden.parent is not None or golden.record is None or target.record is None:
                 continue
-            difference = pairing.comparer.compare(slots[slot.name].content, slot.content)
-            if difference.known and not difference.nonfinite:
-                found[f"{key[0]} {key[1]} {slot.name}"] = (difference.rho, roundoff(slot.dtype))
+            slots = {s.name: s for s in golden.record.slots if s.role == "out" and s.is_tensor}
+            for slot in target.record.slots:
+                if slot.role != "out" or slot.name not in slots:
+                    continue
+                difference = one.comparer.compare(slots[slot.name].content, slot.content)
+                if difference.known and not difference.nonfinite:
+                    found[f"{key[0]} {key[1]} {slot.name}"] = (difference.rho, roundoff(slot.dtype))
     return found

@@ -64,6 +64,8 @@ class Regions:
         """Ops of the target between a record (or these slots of it) and the nearest compared values."""
 
         def opaque(value: Value) -> bool:
+            if self._pairing.plan is not None and self._target.records[value[0]].step != record.step:
+                return False  # an earlier step answers for itself: it was compared with a step of its own
             return self._noise.state(value).explained is None and not self._target.is_leaf(value)
 
         return _walk(self._target, record, opaque, slots)

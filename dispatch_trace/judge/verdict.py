@@ -16,7 +16,6 @@ from dispatch_trace.align.canon import is_factory
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing
-from dispatch_trace.align.steps import unpaired_steps
 from dispatch_trace.judge.blame import Blame
 from dispatch_trace.judge.coverage import count_coverage, make_pairs
 from dispatch_trace.judge.declared import Declaration
@@ -73,9 +72,40 @@ def judge(
       declared: see `Declaration`.
       golden: a run in higher precision, lined up with both.
     """
-    noise = NoisePass(pairing, exact=exact, tolerance=tolerance, declared=Declaration.of(declared))
-    noise.run()
-    return _Judge(pairing, noise, golden).judgement()
+    rounds = []
+    for each in pairing.rounds:
+        noise = NoisePass(each, exact=exact, tolerance=tolerance, declared=Declaration.of(declared))
+        noise.run()
+        rounds.append(_Judge(each, noise, golden).judgement())
+    return _all_rounds(pairing, rounds)
+
+
+def _all_rounds(pairing: Pairing, rounds: list[Judgement]) -> Judgement:
+    """One judgement for all rounds: a target's step that serves several requests was judged with each."""
+    found = rounds[0]
+    if len(rounds) > 1:
+        coverage = count_coverage([pair for one in rounds for pair in one.pairs], pairing)
+        found = Judgement(
+            verdict="inconclusive",
+            findings=sorted(
+                _distinct(f for one in rounds for f in one.findings),
+                key=lambda f: (not f.fatal, f.step, f.seq),
+            ),
+            pairs=[pair for one in rounds for pair in one.pairs],
+            coverage=coverage,
+            notices=list(dict.fromkeys(n for one in rounds for n in one.notices)),
+            reasons=list(dict.fromkeys(r for one in rounds for r in one.reasons)),
+        )
+    notices = [*(pairing.plan.notices if pairing.plan is not None else []), *found.notices]
+    reasons = list(found.reasons)
+    share = found.coverage["compute_bytes"]["share"]
+    if share < MIN_COVERAGE:
+        reasons.append(f"only {100 * share:.1f} % of the compute bytes were matched or absorbed")
+    fatal = any(f.fatal for f in found.findings)
+    verdict: Verdict = "diverged" if fatal else "inconclusive" if reasons else "match"
+    return replace(
+        found, verdict=verdict, notices=notices, reasons=reasons if verdict == "inconclusive" else []
+    )
 
 
 class _Judge:
@@ -90,6 +120,7 @@ class _Judge:
         self._reached: set[Value] = set()
 
     def judgement(self) -> Judgement:
+        """What was found in this round; the verdict is open until all are known."""
         outputs = self._outputs()
         fatal = self._fatal(outputs)
         if self._golden is not None:
@@ -101,14 +132,14 @@ class _Judge:
         self._check_outputs(outputs, findings)
         pairs = make_pairs(self._pairing, self._noise, findings)
         coverage = count_coverage(pairs, self._pairing)
-        verdict = self._verdict(findings, coverage)
+        self._check_traces()
         return Judgement(
-            verdict=verdict,
+            verdict="inconclusive",
             findings=findings,
             pairs=pairs,
             coverage=coverage,
             notices=self._notices,
-            reasons=self._reasons if verdict == "inconclusive" else [],
+            reasons=self._reasons,
         )
 
     def _against_golden(
@@ -413,23 +444,14 @@ class _Judge:
                     f"explained only by {' and '.join(names)}"
                 )
 
-    def _verdict(self, findings: list[Finding], coverage: dict[str, Any]) -> Verdict:
+    def _check_traces(self) -> None:
         pairing = self._pairing
         for name, reader in (("reference", pairing.ref.reader), ("target", pairing.target.reader)):
             if not reader.complete:
                 self._reasons.append(f"the {name} trace is not complete")
-        only = unpaired_steps(pairing.ref.reader, pairing.target.reader, pairing.steps)
-        for name, numbers in (("reference", only[0]), ("target", only[1])):
+        for name, numbers in zip(("reference", "target"), pairing.unpaired, strict=True):
             if numbers:
                 self._reasons.append(f"steps that only the {name} has: {', '.join(map(str, numbers[:5]))}")
-        if coverage["compute_bytes"]["share"] < MIN_COVERAGE:
-            self._reasons.append(
-                f"only {100 * coverage['compute_bytes']['share']:.1f} % of the compute bytes "
-                "were matched or absorbed"
-            )
-        if any(f.fatal for f in findings):
-            return "diverged"
-        return "inconclusive" if self._reasons else "match"
 
 
 def _distinct(findings: Iterable[Finding]) -> list[Finding]:
