@@ -103,4 +103,4 @@ class CaptureRecords:
     def _slots(self, name: str, value: Any, role: str) -> list[RawSlot]:
         if isinstance(value, Opaque):
             return [RawSlot(name, role, value={"opaque": value.name}, is_tensor=False)]
-        return self._tracer.value_slots(name, value, role)
+        return self._tracer.value_slots(name, value, role, fresh=True)

@@ -244,7 +244,15 @@ class Storages:
         return slot, g
 
     def read(
-        self, tensor: torch.Tensor, name: str, seq: int, index: int, *, own: bool = False, blind: bool = False
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        seq: int,
+        index: int,
+        *,
+        own: bool = False,
+        blind: bool = False,
+        fresh: bool = False,
     ) -> RawSlot:
         """The slot of a tensor that is about to be read.
 
@@ -253,6 +261,7 @@ class Storages:
             A module record, numbered only when the call is over, passes -1 and introduces no leaf.
           own: give the slot a content even where the value is a view that others can rebuild.
           blind: the op overwrites the tensor without looking at it.
+          fresh: nobody but the recorder has the tensor, so that no copy need be made.
         """
         slot, g = self.describe(tensor, name, "in")
         if tensor.is_meta:
@@ -276,7 +285,7 @@ class Storages:
             slot.producers = ((parameter, 0), *slot.producers)
         content = entry.contents.get(g or ())
         if content is None and (slot.leaf or own):
-            content = self._content(entry, tensor, g, leaf=slot.leaf)
+            content = self._content(entry, tensor, g, leaf=slot.leaf, fresh=fresh)
         if slot.leaf and seq >= 0:
             # From here on the value is known: this leaf, plus whatever recorded ops write into it.
             entry.leaves.add(g or ())

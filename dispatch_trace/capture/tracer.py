@@ -342,8 +342,12 @@ class Tracer:
 
     # -- values --------------------------------------------------------------------------------------
 
-    def value_slots(self, name: str, value: Any, role: str) -> list[RawSlot]:
-        """Slots of one leaf of a module's inputs or outputs, always with a value of their own."""
+    def value_slots(self, name: str, value: Any, role: str, *, fresh: bool = False) -> list[RawSlot]:
+        """Slots of one leaf of a module's inputs or outputs, always with a value of their own.
+
+        Args:
+          fresh: the value is a copy that nobody but the recorder has.
+        """
         if not isinstance(value, torch.Tensor):
             return [RawSlot(name, role, value=encode(value), is_tensor=False)]
         if self.storages is None:
@@ -354,7 +358,7 @@ class Tracer:
             ]
         if type(value) not in PLAIN_TENSORS and value.layout is not torch.jagged:
             return self.subclass_slots(name, value, role)
-        slot = self.guarded(name, role, value, lambda s: s.read(value, name, -1, -1, own=True))
+        slot = self.guarded(name, role, value, lambda s: s.read(value, name, -1, -1, own=True, fresh=fresh))
         slot.role = role
         if role == "out":
             slot.leaf = False
