@@ -97,6 +97,7 @@ def _align(options: argparse.Namespace) -> int:
             exact=options.exact,
             tolerance=options.tolerance,
             steps=steps,
+            twins=None if options.twins else False,
             progress=progress,
         )
     if options.json is not None:
@@ -205,6 +206,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     align.add_argument(
         "--tolerance", metavar="X", type=_allowed_error, help="relative error that is allowed at every site"
+    )
+    align.add_argument(
+        "--no-twins",
+        dest="twins",
+        action="store_false",
+        help="do not run the programs again in float64: judge by estimates alone",
     )
     align.add_argument("--exact", action="store_true", help="bitwise: any difference is a divergence")
     align.add_argument(

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dispatch_trace.errors import NotExecutableError
+from dispatch_trace.executable import check_executable
 from dispatch_trace.execute_memory import copy_of
-from dispatch_trace.execute_run import Difference, Execution, Run, Values, find_slot
+from dispatch_trace.execute_run import Difference, Execution, Leaf, Run, Values, find_slot
 from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.store.layouts import content_hash
 from dispatch_trace.store.reader import RankReader
@@ -59,6 +60,7 @@ def iterate(
     until: int | None = None,
     execution: Execution | None = None,
     inputs: bool = False,
+    leaf: Leaf | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[StoredRecord, Values]]:
     """Runs all recorded ops of a rank and hands out their values as it goes.
@@ -67,13 +69,15 @@ def iterate(
       dtype, until, progress: as in `execute_rank`.
       execution: filled in on the way.
       inputs: also hand out what ops read (`in.…` slots; a copy where the op overwrites it).
+      leaf: called with (content, slot) of what is read from the recording; gives the value to take
+        instead, or None for the recorded one.
     Yields: a record and its tensors by slot name: outputs and written arguments of ops, outputs of modules
       and inline captures. They are views of live memory, valid until the next step: clone what you keep.
     Raises:
       NotExecutableError: the trace holds no data of leaves.
     """
     check_executable(reader)
-    run = Run(reader, dtype, Execution() if execution is None else execution)
+    run = Run(reader, dtype, Execution() if execution is None else execution, leaf=leaf)
     last_use, total = _last_uses(reader, until)
     dead = _by_last_use(last_use)
     for position, record in enumerate(reader.records()):
@@ -157,21 +161,6 @@ def execute_record(reader: RankReader, seq: int, dtype: torch.dtype | None = tor
             f"record {seq} ({record.overload}): {problems[0] if problems else 'no result'}"
         )
     return values
-
-
-def check_executable(reader: RankReader) -> None:
-    """Raises NotExecutableError unless the trace was recorded with the data of its leaves."""
-    options = reader.header.get("options", {})
-    saves = {options.get("save", "tensors"), *(save for _, save in options.get("save_rules", ()))}
-    if options.get("level") == "module":
-        raise NotExecutableError(f'{reader.path} holds modules only: record with level="op" to run it again.')
-    if options.get("inputs") is False:
-        raise NotExecutableError(f"{reader.path} was recorded with inputs=False: the ops have no operands.")
-    if not saves & {"leaves", "tensors"}:
-        raise NotExecutableError(
-            f"{reader.path} was recorded with save={'/'.join(sorted(saves))!r}: it holds no data to start "
-            'from. Record with save="leaves" or save="tensors".'
-        )
 
 
 def _last_uses(reader: RankReader, until: int | None) -> tuple[dict[int, int], int]:

@@ -35,6 +35,7 @@ from dispatch_trace.store.layouts import content_hash
 from dispatch_trace.store.reader import RankReader
 
 Values = dict[str, torch.Tensor]
+Leaf = Callable[[int, StoredSlot], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,13 @@ class Run:
     """The state of one run: memory, recomputed numbers, counts."""
 
     def __init__(
-        self, reader: RankReader, dtype: torch.dtype | None, execution: Execution, *, compare: bool = True
+        self,
+        reader: RankReader,
+        dtype: torch.dtype | None,
+        execution: Execution,
+        *,
+        compare: bool = True,
+        leaf: Leaf | None = None,
     ) -> None:
         if dtype not in (None, torch.float64):
             raise NotExecutableError(f"a trace runs in its own precision or in float64, not in {dtype}")
@@ -117,6 +124,7 @@ class Run:
         self._items: dict[int, int | float] = {}
         self._decode = Decoder(self.memory.dtype, self._items if self.wide else {})
         self._compare = compare and not self.wide
+        self._leaf = leaf
         self._taint: dict[int, str] = {}  # storage -> why what it holds may differ
         self._settings = _settings(reader.header, self.memory.dtype)
         self._unrestored = _unrestored(reader.header)
@@ -149,7 +157,8 @@ class Run:
     def load(self, slot: StoredSlot) -> None:
         """Puts the recorded content of `slot` in its place."""
         if not self.memory.is_loaded(slot):
-            self.memory.load(slot, self.reader.tensor(slot.content))
+            value = None if self._leaf is None else self._leaf(slot.content, slot)
+            self.memory.load(slot, self.reader.tensor(slot.content) if value is None else value)
             self._taint.pop(slot.storage, None)
 
     def is_blind(self, record: StoredRecord, slot: StoredSlot) -> bool:

@@ -24,8 +24,8 @@ from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, NotExecutableError
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.golden import Golden
+from dispatch_trace.judge.joined import judge
 from dispatch_trace.judge.ranks import combined, setting_notices
-from dispatch_trace.judge.verdict import judge
 from dispatch_trace.metrics import derived
 from dispatch_trace.report.facts import html_table, jsonable, pair_row
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
@@ -481,6 +481,7 @@ def align(
     exact: bool = False,
     tolerance: float | None = None,
     steps: Any = None,
+    twins: bool | None = None,
     progress: Progress | None = None,
 ) -> Alignment:
     """Compares two traces and names the first place where the target goes wrong.
@@ -495,6 +496,8 @@ def align(
       exact: bitwise: any difference of values is a divergence.
       tolerance: relative L2 error that is allowed at every site, besides noise.
       steps: only these step numbers.
+      twins: whether both programs are run again in float64, which tells another program from the same one in
+        lower precision; None: where the traces hold enough (save="leaves" or "tensors").
       progress: called with (done, total, what).
 
     Raises:
@@ -520,6 +523,8 @@ def align(
                 tolerance=tolerance,
                 declared=declared,
                 golden=None if third is None else _golden(third, reader, other, rename, rows, chosen),
+                twins=twins,
+                progress=progress,
             )
         )
     found = combined(judgements)

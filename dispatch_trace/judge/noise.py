@@ -70,7 +70,7 @@ class State:
 
 
 @dataclass(slots=True)
-class _Budget:
+class Budget:
     """Parts of a prediction: squared sums of what is granted freely, and by flag."""
 
     free: float = 0.0
@@ -213,6 +213,10 @@ class NoisePass:
                 state.clean = state.noise
         return state
 
+    def doubts(self, flags: frozenset[tuple[str, int]]) -> bool:
+        """Whether what had to be granted on the way leaves open if a difference means anything."""
+        return False
+
     def _size_ratio(self, link: Link, record: StoredRecord, out: StoredSlot) -> float:
         """How much larger the target's value is than the reference's; at least 1."""
         ref, target = link.ref_content, self.sizes.of_slot(record, out).rms
@@ -228,7 +232,7 @@ class NoisePass:
         floor = SKETCH_FLOOR if difference is not None and difference.method == "sketch" else 0.0
         return max(C * math.hypot(predicted, floor), self.tolerance)
 
-    def _flipped(self, record: StoredRecord, out: StoredSlot, budget: _Budget) -> bool:
+    def _flipped(self, record: StoredRecord, out: StoredSlot, budget: Budget) -> bool:
         """A decision that fell the other way because of noise in what it was made on."""
         if self.exact or budget.tainted or short(record.op) not in DISCRETE:
             return False
@@ -239,7 +243,7 @@ class NoisePass:
         """What a compiled region returned: no recorded op made it, its inputs stand for all inside."""
         value = (record.seq, out.index)
         found = self.best(self.pairing.links.get(value, ()))
-        budget = _Budget(free=roundoff(out.dtype), clean=roundoff(out.dtype))
+        budget = Budget(free=roundoff(out.dtype), clean=roundoff(out.dtype))
         for slot in record.slots:
             if slot.role == "in" and slot.is_tensor:
                 noise, clean, flags, suspicious = self.slot_noise(record, slot)
@@ -310,15 +314,15 @@ class NoisePass:
 
     # Predictions ------------------------------------------------------------------------------------
 
-    def _budget(self, record: StoredRecord, out: StoredSlot, links: Iterable[Link]) -> _Budget:
+    def _budget(self, record: StoredRecord, out: StoredSlot, links: Iterable[Link]) -> Budget:
         program = self.pairing.target
-        budget = _Budget()
+        budget = Budget()
         if self.exact:
             for slot in program.inputs(record):
                 budget.tainted = budget.tainted or self.slot_noise(record, slot)[3]
             return budget
         paired = any(link.method == "op" for link in links)
-        tau = own_noise(program, record, out, self.sizes.of_slot)
+        tau = self._own_noise(program, record, out)
         allowed = self._allowed(record, out, links)
         actual = roundoff(out.dtype)
         if actual > allowed > 0.0:
@@ -356,7 +360,7 @@ class NoisePass:
     def _predict_ref(self, record: StoredRecord) -> None:
         program = self.pairing.ref
         for out in program.outputs(record):
-            tau = own_noise(program, record, out, self.ref_sizes.of_slot)
+            tau = self._own_noise(program, record, out)
             parts = [tau]
             for slot, gain in gains_of(program, record, out, self.ref_sizes.of_slot):
                 noise = 0.0
@@ -368,6 +372,10 @@ class NoisePass:
             value = (record.seq, out.index)
             paired = record.seq in self.pairing.ops_by_ref
             self._ref_noise[value] = math.hypot(*parts) if paired else max(parts)
+
+    def _own_noise(self, program: Program, record: StoredRecord, out: StoredSlot) -> float:
+        sizes = self.ref_sizes if program is self.pairing.ref else self.sizes
+        return own_noise(program, record, out, sizes.of_slot)
 
     def is_measured(self, value: Value) -> bool:
         """Whether some target value stands for this one: its error then counts on that side."""

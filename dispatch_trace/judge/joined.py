@@ -1,0 +1,239 @@
+"""What the judges say together: estimates of every value, and twins where both programs can run again.
+
+Twins answer "is the target another program?", estimates "does it compute its program badly?":
+
+* Twins find a difference that reaches an output: that is the finding; what the estimates made of it is
+  listed as a suspect.
+* Twins explain every output: the programs are one. What the estimates hold against its structure, wiring or
+  arguments is refuted, unless the recorded outputs are farther from the program's own float64 ones than
+  rounding takes them; a fault of a kernel or of precision stands.
+* Twins cannot tell: the estimates alone speak, and a notice says why.
+
+Every finding says which judge it came from (`Finding.judge`, `evidence["judge"]`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dispatch_trace.align.graph import Program, Value
+from dispatch_trace.align.pairs import Pairing, Progress
+from dispatch_trace.errors import NotExecutableError
+from dispatch_trace.executable import check_executable
+from dispatch_trace.judge.estimates import roundoff
+from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.golden import Golden
+from dispatch_trace.judge.verdict import Output, RoundJudge
+from dispatch_trace.judge.verdict import judge as judge_by_estimates
+from dispatch_trace.schema import StoredRecord
+from dispatch_trace.sketch import relative_distance
+
+if TYPE_CHECKING:
+    from dispatch_trace.judge.twin_trace import TwinTrace
+    from dispatch_trace.judge.twins import Twins
+
+# Labels that say how well something is computed, not what.
+_NUMERICAL = frozenset({"introduced", "nonfinite", "uninitialised", "nondeterministic"})
+# A recorded output may be this many times as far from its program's float64 one as rounding explains
+# (BLAME.md section 2, a module body).
+_TOO_FAR = 8.0
+
+
+def judge(
+    pairing: Pairing,
+    *,
+    exact: bool = False,
+    tolerance: float | None = None,
+    declared: Any = None,
+    golden: Golden | None = None,
+    twins: bool | None = None,
+    progress: Progress | None = None,
+) -> Judgement:
+    """Judges a pair of ranks.
+
+    Args:
+      pairing: the traces, lined up.
+      exact: any difference counts; twins say nothing about single roundings and stay out.
+      tolerance: relative error that is allowed at every site.
+      declared: see `Declaration`.
+      golden: a run in higher precision, lined up with both.
+      twins: whether both programs are run again in float64; None: where they can be.
+      progress: called with (done, total, what).
+    """
+
+    def review(first: RoundJudge, found: Judgement) -> Judgement:
+        if twins is False or exact:
+            return _signed(found, "estimates")
+        why = "steps are paired by request" if pairing.plan is not None else _why_not(pairing)
+        if why:
+            found = _signed(found, "estimates")
+            return _noticed(found, f"judged by estimates alone: {why}") if twins else found
+        from dispatch_trace.judge.twins import TwinPass, run_twins  # they need torch
+
+        both = run_twins(pairing, first.noise, progress)
+        states = TwinPass(both, tolerance=tolerance)
+        states.run()
+        second = RoundJudge(states.pairing, states, golden)
+        judgement = second.judgement()
+        return _Joined(pairing, both, first, found, second, judgement).result()
+
+    return judge_by_estimates(
+        pairing, exact=exact, tolerance=tolerance, declared=declared, golden=golden, review=review
+    )
+
+
+def _why_not(pairing: Pairing) -> str:
+    """Why the programs cannot be run again, "" where they can."""
+    for name, program in (("reference", pairing.ref), ("target", pairing.target)):
+        try:
+            check_executable(program.reader)
+        except NotExecutableError as error:
+            return f"the {name} cannot be run again: {error}"
+        if not program.reader.complete:
+            return f"the {name} trace is not complete"
+        if not any(record.kind == "op" for record in program.records.values()):
+            return f"the {name} holds no ops"
+        if any(r.kind == "module" and r.note.startswith("opaque") for r in program.records.values()):
+            return f"the {name} holds compiled regions, which cannot be run again op by op"
+    if pairing.comparer.rows is not None:
+        return "only some rows are to be compared"
+    return ""
+
+
+class _Joined:
+    def __init__(
+        self,
+        pairing: Pairing,
+        twins: Twins,
+        first: RoundJudge,
+        estimates: Judgement,
+        second: RoundJudge,
+        programs: Judgement,
+    ) -> None:
+        self._pairing = pairing
+        self._twins = twins
+        self._first = first
+        self._estimates = _signed(estimates, "estimates")
+        self._second = second
+        self._programs = _signed(programs, "twins")
+
+    def result(self) -> Judgement:
+        outputs = self._second.outputs
+        fatal = [f for f in self._programs.findings if f.fatal]
+        if fatal:
+            return self._other_program(fatal)
+        if outputs and all(o.explained for o in outputs):
+            return self._same_program()
+        return _noticed(self._estimates, f"judged by estimates alone: {self._why_open(outputs)}")
+
+    # The target is another program --------------------------------------------------------------------
+
+    def _other_program(self, fatal: list[Finding]) -> Judgement:
+        listed = [_demoted(f, "the two programs part elsewhere") for f in self._estimates.findings]
+        known = {(f.module, f.call, f.step, f.op) for f in fatal}
+        rest = [f for f in listed if (f.module, f.call, f.step, f.op) not in known]
+        return replace(self._estimates, findings=[*fatal, *rest])
+
+    # The target is the same program -------------------------------------------------------------------
+
+    def _same_program(self) -> Judgement:
+        sound = self._is_computed_well()
+        findings = [
+            _demoted(f, "both programs give the same outputs in float64")
+            if f.fatal and sound and not self._stands(f)
+            else f
+            for f in self._estimates.findings
+        ]
+        reasons = self._estimates.reasons
+        if sound and not any(f.fatal for f in findings):
+            reasons = [r for r in reasons if not _is_settled(r)]
+        findings = [*(f for f in findings if f.fatal), *(f for f in findings if not f.fatal)]
+        return replace(self._estimates, findings=findings, reasons=reasons)
+
+    def _stands(self, finding: Finding) -> bool:
+        """Whether a finding of the estimates is about how the target computes, not about what."""
+        if finding.label in _NUMERICAL:
+            return True
+        if finding.label in ("parameter", "argument"):
+            healed = {seq for h in self._twins.healed for seq in (h.target[0], h.ref[0])}
+            if finding.seq in healed or finding.ref_seq in healed:
+                return True
+        owner = self._pairing.ref.records.get(finding.ref_seq)
+        slots = [] if owner is None else [s for s in owner.slots if s.role != "in" and s.is_tensor]
+        links = [link for s in slots for link in self._pairing.ref_links.get((finding.ref_seq, s.index), ())]
+        return any(self._is_far(link.ref, link.target) for link in links)
+
+    def _is_computed_well(self) -> bool:
+        """Whether the recorded outputs are as close to their programs' own as rounding allows."""
+        outputs = self._first.outputs
+        return bool(outputs) and not any(
+            self._is_far((o.ref.seq, o.ref_slot.index), (o.record.seq, o.slot.index)) is not False
+            for o in outputs
+        )
+
+    def _is_far(self, ref: Value, target: Value) -> bool | None:
+        """Whether the target's error against its own program is more than rounding and the reference's."""
+        ours = self._error(self._pairing.target, self._twins.target, target)
+        theirs = self._error(self._pairing.ref, self._twins.ref, ref)
+        if ours is None or theirs is None:
+            return None
+        noise = self._first.noise
+        u = max(roundoff(self._pairing.target.slot(target).dtype), noise.border(self._record(target)))
+        u_ref = max(
+            roundoff(self._pairing.ref.slot(ref).dtype), noise.ref_border(self._pairing.ref.records[ref[0]])
+        )
+        scaled = theirs * u / u_ref if u_ref else theirs
+        return ours > _TOO_FAR * max(u, u_ref, theirs, scaled)
+
+    def _record(self, value: Value) -> StoredRecord:
+        return self._pairing.target.records[value[0]]
+
+    def _error(self, program: Program, twin: TwinTrace, value: Value) -> float | None:
+        """||recorded - float64|| / ||float64|| of a value, None where it is not known."""
+        record = program.records[value[0]]
+        content = program.held_content(record, record.slots[value[1]])
+        wide = self._twins.pairing.target if program is self._pairing.target else self._twins.pairing.ref
+        twin_record = wide.records[value[0]]
+        held = wide.held_content(twin_record, twin_record.slots[value[1]])
+        exact = twin.value(held) if held >= 0 else None
+        recorded = program.reader.sketch(content) if content >= 0 else None
+        if exact is None or recorded is None:
+            return None
+        if exact.pattern:  # what is as large as a mask drowns the rest in a recorded sketch
+            return 0.0
+        return float(relative_distance(recorded, exact.sketch))
+
+    def _why_open(self, outputs: Iterable[Output]) -> str:
+        cloudy = [*self._twins.target.cloudy.values(), *self._twins.ref.cloudy.values()]
+        if cloudy:
+            return f"parts of the programs could not be run again in float64 ({cloudy[0]})"
+        if not list(outputs):
+            return "no final output of the float64 runs could be compared"
+        return "the float64 runs leave open whether the outputs agree"
+
+
+def _is_settled(reason: str) -> bool:
+    """Whether equality of the programs settles what made the estimates inconclusive."""
+    settled = "explained only by" in reason and "an undeclared cast" not in reason
+    return settled or "could be blamed" in reason
+
+
+def _signed(judgement: Judgement, judge: str) -> Judgement:
+    findings = [replace(f, judge=judge, evidence={**f.evidence, "judge": judge}) for f in judgement.findings]
+    return replace(judgement, findings=findings)
+
+
+def _noticed(judgement: Judgement, notice: str) -> Judgement:
+    return replace(judgement, notices=[*judgement.notices, notice])
+
+
+def _demoted(finding: Finding, why: str) -> Finding:
+    if not finding.fatal:
+        return finding
+    evidence = {"kind": finding.label, **finding.evidence, "refuted": why}
+    return replace(finding, label="suspect", fatal=False, evidence=evidence)
+
+
+__all__ = ["judge"]

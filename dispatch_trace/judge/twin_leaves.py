@@ -1,0 +1,264 @@
+"""Harmonised leaves: both float64 runs start from the same numbers where the programs mean the same.
+
+* Leaves of two float dtypes whose elements round to the same in the coarser one: both runs get that.
+* A leaf of one side that stands for what the other computes (a table, say), equal within rounding as
+  recorded: both get the computed one (the leaf, where only the target computes).
+* A weight that one side keeps rounded to a grid, as far as the estimates grant it: both get the grid's.
+* Low precision leaves of one dtype that are one unit in the last place apart: both get the reference's.
+
+What differs by more stays as it is, element by element: that is a `parameter` finding if it matters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.align.content import EXTREME
+from dispatch_trace.align.graph import Program, Value
+from dispatch_trace.align.pairs import Link, Pairing
+from dispatch_trace.errors import DispatchTraceError
+from dispatch_trace.judge.estimates import roundoff
+from dispatch_trace.judge.noise import NoisePass
+from dispatch_trace.metrics import FLOAT_FORMATS, coarser
+from dispatch_trace.schema import StoredRecord
+from dispatch_trace.store.layouts import dtype_from_name
+from dispatch_trace.store.reader import RankReader
+
+# Rounding twice ends up to this much beyond half a unit in the last place.
+_TWICE = 1.0625
+# In dtypes finer than this a unit in the last place is within what counts as equal anyway.
+_COARSE = 2.0**-12
+
+Make = Callable[[], torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """A leaf that was made equal on both sides.
+
+    Attributes:
+      ref, target: the values.
+      error: ||target - ref|| / ||ref|| before.
+      why: in words.
+    """
+
+    ref: Value
+    target: Value
+    error: float
+    why: str
+
+
+class Leaves:
+    """What the two float64 runs read instead of what was recorded.
+
+    Attributes:
+      healed: what was made equal.
+      kept: values of the reference that the target's leaves stand for, to be kept whole in its run.
+    """
+
+    def __init__(self, pairing: Pairing, noise: NoisePass) -> None:
+        self._pairing = pairing
+        self._noise = noise
+        self._ref: dict[int, Make] = {}
+        self._target: dict[int, Make] = {}
+        self._late: dict[int, Value] = {}  # target content -> the reference's value that it stands for
+        self._snapped: dict[Value, int] = {}  # computed value of the target -> leaf of the reference
+        self.healed: list[Healed] = []
+        self._roundings: Counter[tuple[str, str]] = Counter()
+        self._unlike = 0
+        for links in list(pairing.links.values()):
+            for link in links:
+                self._harmonise(link)
+        self._round_unpaired()
+        self.kept = frozenset(self._late.values())
+
+    # For the runs -----------------------------------------------------------------------------------
+
+    def ref(self, content: int) -> torch.Tensor | None:
+        """What the reference's run reads for a recorded content; None for the recorded value."""
+        make = self._ref.get(content)
+        return None if make is None else make()
+
+    def target(self, content: int) -> torch.Tensor | None:
+        """The same for the target's run."""
+        make = self._target.get(content)
+        return None if make is None else make()
+
+    def late(self, content: int) -> Value | None:
+        """The computed value of the reference that a leaf of the target stands for."""
+        return self._late.get(content)
+
+    def snapped(self, value: Value) -> torch.Tensor | None:
+        """The leaf of the reference that a computed value of the target stands for."""
+        content = self._snapped.get(value)
+        if content is None:
+            return None
+        found = self.ref(content)
+        return _load(self._pairing.ref.reader, content) if found is None else found
+
+    # Finding pairs ----------------------------------------------------------------------------------
+
+    def _harmonise(self, link: Link) -> None:
+        pairing = self._pairing
+        theirs, ours = pairing.ref.is_leaf(link.ref), pairing.target.is_leaf(link.target)
+        a, b = pairing.ref.slot(link.ref), pairing.target.slot(link.target)
+        if not (theirs or ours) or a.content < 0 or b.content < 0:
+            return
+        if dtype_class(a.dtype) not in "fc" or dtype_class(b.dtype) not in "fc":
+            return
+        if (link.ref_content, link.target_content) != (a.content, b.content):
+            return  # seen through views: not element by element
+        if theirs and ours:
+            self._pair(link, a.content, b.content, a.dtype, b.dtype)
+        elif self._is_close(link):
+            if ours and pairing.ref.records[link.ref[0]].kind == "op":
+                self._late.setdefault(b.content, link.ref)
+            elif theirs and pairing.target.records[link.target[0]].kind == "op":
+                self._snapped.setdefault(link.target, a.content)
+
+    def _is_close(self, link: Link) -> bool:
+        state = self._noise.state(link.target)
+        return bool(state.explained and state.link is not None and state.link.ref == link.ref)
+
+    def _pair(self, link: Link, a: int, b: int, a_dtype: str, b_dtype: str) -> None:
+        pairing = self._pairing
+        first, second = pairing.ref.reader.content(a), pairing.target.reader.content(b)
+        if (first.hash and first.hash == second.hash) or not (first.has_data and second.has_data):
+            return
+        if a in self._ref or b in self._target:
+            return
+        ref, target = _load(pairing.ref.reader, a), _load(pairing.target.reader, b)
+        if ref is None or target is None or ref.numel() != target.numel() or ref.numel() == 0:
+            return
+        if ref.is_complex() or target.is_complex():
+            return
+        error = _error(ref, target)
+        if a_dtype == b_dtype:
+            if roundoff(a_dtype) > _COARSE and _one_unit_apart(ref, target, a_dtype):
+                self._target[b] = _taking(pairing.ref.reader, a)
+                self.healed.append(Healed(link.ref, link.target, error, "one unit in the last place"))
+            else:
+                self._grid(link, a, b, error)
+            return
+        if not {a_dtype, b_dtype} <= FLOAT_FORMATS.keys():
+            return
+        common = coarser(a_dtype, b_dtype)
+        rounded = ref.to(dtype_from_name(common)).double()
+        other = target.reshape(ref.shape).to(dtype_from_name(common)).double()
+        same = _same(rounded, other) | _near(ref.double(), target.reshape(ref.shape).double(), common)
+        if bool(same.all()):
+            # The coarser side's own values: both were rounded to the same, or one of them twice.
+            if common == b_dtype:
+                self._ref[a] = _taking(pairing.target.reader, b)
+            else:
+                self._target[b] = _taking(pairing.ref.reader, a)
+            self._roundings[a_dtype, b_dtype] += 1
+            self.healed.append(Healed(link.ref, link.target, error, f"rounded to {common}"))
+        elif not self._grid(link, a, b, error):
+            self._unlike += 1
+            wide, wide_target = ref.double(), target.reshape(ref.shape).double()
+            self._ref[a] = _holding(torch.where(same, rounded, wide))
+            self._target[b] = _holding(torch.where(same, rounded, wide_target))
+
+    def _grid(self, link: Link, a: int, b: int, error: float) -> bool:
+        """A weight rounded to a grid, as the estimates found."""
+        state = self._noise.state(link.target)
+        if not state.notes or not self._is_close(link):
+            return False
+        self._ref[a] = _taking(self._pairing.target.reader, b)
+        self.healed.append(Healed(link.ref, link.target, error, state.notes[0]))
+        return True
+
+    def _round_unpaired(self) -> None:
+        """Parameters without counterpart (laid out otherwise), where all others were merely rounded."""
+        if len(self._roundings) != 1 or self._unlike:
+            return
+        ((a_dtype, b_dtype),) = self._roundings
+        sides = (self._pairing.ref, self._ref, a_dtype), (self._pairing.target, self._target, b_dtype)
+        lone = [list(_unpaired(program, self._pairing, dtype)) for program, _, dtype in sides]
+        if not (lone[0] and lone[1]):
+            return
+        common = coarser(a_dtype, b_dtype)
+        for (program, known, dtype), records in zip(sides, lone, strict=True):
+            if dtype != common:
+                for record in records:
+                    content = record.slots[0].content
+                    known.setdefault(content, _rounding(program.reader, content, common))
+
+
+def _unpaired(program: Program, pairing: Pairing, dtype: str) -> list[StoredRecord]:
+    links = pairing.ref_links if program is pairing.ref else pairing.links
+    return [
+        record
+        for versions in program.params.values()
+        for record in versions
+        if record.slots[0].dtype == dtype
+        and record.slots[0].content >= 0
+        and not links.get((record.seq, 0))
+        and program.consumers.get((record.seq, 0))
+    ]
+
+
+# Values -----------------------------------------------------------------------------------------------
+
+
+def _load(reader: RankReader, content: int) -> torch.Tensor | None:
+    try:
+        value = reader.tensor(content)
+    except DispatchTraceError:
+        return None
+    plain = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+    return value if plain and type(value) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def _taking(reader: RankReader, content: int) -> Make:
+    return lambda: _load(reader, content)
+
+
+def _rounding(reader: RankReader, content: int, dtype: str) -> Make:
+    def make() -> torch.Tensor | None:
+        value = _load(reader, content)
+        return None if value is None else value.to(dtype_from_name(dtype)).double()
+
+    return make
+
+
+def _holding(value: torch.Tensor) -> Make:
+    return lambda: value.clone()  # a run takes over the memory of what it is given
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    huge = (a.abs() >= EXTREME) & (b.abs() >= EXTREME) & (a.sign() == b.sign())
+    return (a == b) | (a.isnan() & b.isnan()) | huge
+
+
+def _near(ref: torch.Tensor, target: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Where two numbers are about half a unit in the last place of `dtype` apart: rounded twice."""
+    return (target - ref).abs() <= _TWICE / 2 * _unit(ref, dtype)
+
+
+def _unit(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """One unit in the last place of `dtype` at each of these numbers."""
+    known = FLOAT_FORMATS[dtype]
+    _, exponent = torch.frexp(values)
+    least = torch.clamp(exponent - 1, min=known.min_exponent)
+    return torch.ldexp(torch.ones_like(values), least - known.mantissa_bits)
+
+
+def _one_unit_apart(ref: torch.Tensor, target: torch.Tensor, dtype: str) -> bool:
+    a, b = ref.double(), target.reshape(ref.shape).double()
+    step = torch.maximum(_unit(a, dtype), _unit(b, dtype))
+    return bool((_same(a, b) | ((a - b).abs() <= step)).all())
+
+
+def _error(ref: torch.Tensor, target: torch.Tensor) -> float:
+    a, b = ref.double(), target.reshape(ref.shape).double()
+    keep = (a.abs() < EXTREME) & (b.abs() < EXTREME)
+    a, b = a[keep], b[keep]
+    scale = float(a.norm())
+    return float((b - a).norm()) / scale if scale else 0.0
