@@ -30,6 +30,7 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) tools/bench.py $(ARGS)
+	$(PY) tools/bench_compiled.py
 
 zoo: $(STAMP)
 	$(PY) tools/zoo.py $(ZOO) $(ARGS)
