@@ -8,9 +8,9 @@ Everything else is `inconclusive`, and `reasons` says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from dispatch_trace.align.canon import is_factory
 from dispatch_trace.align.content import Difference
@@ -30,6 +30,9 @@ from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 MIN_COVERAGE = 0.9
 # An ill-conditioned step may lose this many units of the border's precision before something is amiss.
 LOST_PRECISION = 8.0
+
+
+Review: TypeAlias = Callable[["RoundJudge", Judgement], Judgement]
 
 
 @dataclass(slots=True)
@@ -62,6 +65,7 @@ def judge(
     tolerance: float | None = None,
     declared: Any = None,
     golden: Golden | None = None,
+    review: Review | None = None,
 ) -> Judgement:
     """Judges a pair of ranks by estimates.
 
@@ -71,12 +75,15 @@ def judge(
       tolerance: relative error that is allowed at every site.
       declared: see `Declaration`.
       golden: a run in higher precision, lined up with both.
+      review: has the last word on each round: called with the judge by estimates and what it says.
     """
     rounds = []
     for each in pairing.rounds:
         noise = NoisePass(each, exact=exact, tolerance=tolerance, declared=Declaration.of(declared))
         noise.run()
-        rounds.append(_Judge(each, noise, golden).judgement())
+        first = RoundJudge(each, noise, golden)
+        judgement = first.judgement()
+        rounds.append(judgement if review is None else review(first, judgement))
     return _all_rounds(pairing, rounds)
 
 
@@ -108,16 +115,23 @@ def _all_rounds(pairing: Pairing, rounds: list[Judgement]) -> Judgement:
     )
 
 
-class _Judge:
+class RoundJudge:
+    """Judges one round by the states of its values.
+
+    Attributes:
+      outputs: final outputs, compared; known once `judgement` has run.
+    """
+
     def __init__(self, pairing: Pairing, noise: NoisePass, golden: Golden | None) -> None:
         self._pairing = pairing
         self._golden = golden
-        self._noise = noise
+        self.noise = self._noise = noise
         self._blame = Blame(noise)
         self._target: Program = pairing.target
         self._reasons: list[str] = []
         self._notices: list[str] = []
         self._reached: set[Value] = set()
+        self.outputs: list[Output] = []
 
     def judgement(self) -> Judgement:
         """What was found in this round; the verdict is open until all are known."""
@@ -130,6 +144,7 @@ class _Judge:
         self._notices += listed.notices
         findings = _distinct([*fatal, *suspects])
         self._check_outputs(outputs, findings)
+        self.outputs = outputs
         pairs = make_pairs(self._pairing, self._noise, findings)
         coverage = count_coverage(pairs, self._pairing)
         self._check_traces()
@@ -220,16 +235,9 @@ class _Judge:
         if not difference.known:
             empty = a.note or b.note or 0 in a.shape
             return Output(target, b, ref, a, difference, True if empty else None, band, frozenset())
-        return Output(
-            target,
-            b,
-            ref,
-            a,
-            difference,
-            within(difference, band),
-            band,
-            flags if not difference.equal else frozenset(),
-        )
+        flags = flags if not difference.equal else frozenset()
+        explained = within(difference, band) or (None if noise.doubts(flags) else False)
+        return Output(target, b, ref, a, difference, explained, band, flags)
 
     def _sinks(self, *, everything: bool) -> list[Output]:
         """Results that no recorded op reads, beside what roots return: gradients, updated weights.
