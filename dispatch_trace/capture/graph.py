@@ -15,7 +15,8 @@ import torch
 
 from dispatch_trace.capture import graph_compile
 from dispatch_trace.capture.frames import walk_modules
-from dispatch_trace.capture.graph_plan import Entry, num_entries
+from dispatch_trace.capture.graph_code import code_of
+from dispatch_trace.capture.graph_plan import Entry, is_own
 from dispatch_trace.capture.graph_run import CompiledFrame
 from dispatch_trace.capture.inline import ACTIVE
 from dispatch_trace.errors import CaptureError, ConfigError, DispatchTraceError
@@ -112,9 +113,10 @@ class Tap:
         """Compiles one graph of Dynamo's."""
         from torch._dynamo.exc import TorchDynamoException
 
-        root, resumes = compiled_root()
-        identity = 0 if root is None else id(root)
-        frame = CompiledFrame(identity, resumes, num_entries(module.graph), f"compiled: {self.name}")
+        if all(is_own(node) for node in module.graph.nodes if node.op.startswith("call")):
+            return module  # a hook of ours, by itself after a graph break
+        code, root = code_of(module, inputs)
+        frame = CompiledFrame(code, f"compiled: {self.name}")
         try:
             wanted = self._wanted(root)
             frame.run = self._compile(frame, module, inputs, wanted, options)
@@ -194,22 +196,4 @@ def _raise(error: DispatchTraceError) -> Callable[..., Any]:
     return refuse
 
 
-def compiled_root() -> tuple[torch.nn.Module | None, bool]:
-    """The module whose code is being compiled, and whether that code goes on after a graph break."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        translator = InstructionTranslator.current_tx().output.root_tx
-    except AttributeError:  # not called by Dynamo
-        return None, False
-    if translator is None:
-        return None, False
-    code, values = translator.f_code, translator.f_locals
-    resumes = code.co_name.startswith("torch_dynamo_resume_in")
-    first = values.get("self", values.get(code.co_varnames[0]) if code.co_varnames else None)
-    if isinstance(first, tuple) and first:
-        first = first[0]
-    return (first if isinstance(first, torch.nn.Module) else None), resumes
-
-
-__all__ = ["Tap", "compiled_root", "tap"]
+__all__ = ["Tap", "tap"]

@@ -50,8 +50,6 @@ class DynamoGraph(torch.fx.Interpreter):
                 frame = silent
             elif site is not None:
                 frame.note, frame.source = self._note, site.source
-                mode = tracer.state.mode
-                run.opened(frame, tracer.upcoming_seq if mode is None else mode.upcoming_seq())
             if tracer.state.frame is not frame:
                 tracer.state.frame = frame
                 if torch.is_grad_enabled():

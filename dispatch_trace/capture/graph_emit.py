@@ -164,10 +164,9 @@ class Emitter:
     def _record(
         self, node: torch.fx.Node, frame: GraphFrame, info: OpInfo, args: Any, kwargs: Any, out: Any
     ) -> Any:
-        tracer, run = self._tracer, self._run
+        tracer = self._tracer
         n = frame.counts[info.base] = frame.counts.get(info.base, -1) + 1
         seq = tracer.next_seq()
-        run.opened(frame, seq)
         record = frame.record(
             seq,
             "op",

@@ -7,16 +7,17 @@ all graphs of a step, so that a model in several pieces has the call numbers of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dispatch_trace.capture.frames import STEPS_KEPT, Frame, resolve_path
+from dispatch_trace.capture.graph_code import Code, Tables, owners_of
 from dispatch_trace.capture.graph_plan import Entry, Site
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.schema import NO_CALL, GradPhase, Kind, RawRecord
+from dispatch_trace.schema import GradPhase, Kind, RawRecord
 
 # What is counted for each recording; a registry, because graphs outlive recordings and know nothing of them.
 _COUNTS: weakref.WeakKeyDictionary[Tracer, _Counts] = weakref.WeakKeyDictionary()
@@ -60,12 +61,13 @@ class GraphFrame(Frame):
 
 
 class _Counts:
-    """Calls of modules within graphs, by (model, step) and path."""
+    """Calls of modules within graphs, by (model, step) and path; and who is who in the recording."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.calls: dict[tuple[str, int], dict[str, int]] = {}
         self._modules: dict[int, torch.nn.Module] = {}
-        self._num_roots = -1
+        self._tables: Tables = {}
+        self._looked_up: tuple[Any, ...] = ()
         self._table = tracer.table
 
     def of(self, model: str, step: int) -> dict[str, int]:
@@ -76,11 +78,21 @@ class _Counts:
             known = self.calls[(model, step)] = {}
         return known
 
+    def look_up(self, model: str, step: int) -> None:
+        """Looks at the recorded models anew in every step: parameters may be replaced in between."""
+        now = (model, step, len(self._table.roots))
+        if now != self._looked_up:
+            self._looked_up = now
+            self._modules = {id(m): m for m in self._table.modules()}
+            self._tables = {name: owners_of(root) for name, root in self._table.roots.items()}
+
+    @property
+    def tables(self) -> Tables:
+        """The owners of every parameter and buffer."""
+        return self._tables
+
     def paths(self, module: int) -> list[tuple[str, str]] | None:
         """Every (model, path) of the module with this id."""
-        if self._num_roots != len(self._table.roots):
-            self._num_roots = len(self._table.roots)
-            self._modules = {id(m): m for m in self._table.modules()}
         found = self._modules.get(module)
         return None if found is None else self._table.get(found)
 
@@ -99,12 +111,14 @@ class Run:
     Attributes:
       tracer: the recording.
       base: the call that the graph's own code belongs to.
+      code: what runs.
       first: number of the first call of each path in this run.
       seen: what backward may ask for, by name of the node (`graph_emit.Seen`).
     """
 
     tracer: Tracer
     base: Frame
+    code: Code
     first: dict[str, int] = field(default_factory=dict)
     seen: dict[str, Any] = field(default_factory=dict)
     _frames: dict[tuple[Any, ...], GraphFrame] = field(default_factory=dict)
@@ -142,10 +156,18 @@ class Run:
         frame.records_ops = tracer.options.level == "op" and tracer.wanted(path, base.step)[0]
         return frame
 
+    def candidates(self, module: int) -> list[tuple[str, str]]:
+        """Every (model, path) that a module of the code may stand for in this run."""
+        base, below = self.base, self.code.below.get(module)
+        if below is not None:
+            prefix = f"{base.path}." if base.path else ""
+            return [(base.model, f"{prefix}{path}" if path else base.path) for path in below]
+        return [c for c in counts_of(self.tracer).paths(module) or () if c[0] == base.model]
+
     def _resolve(self, entry: Entry, parent: Frame) -> tuple[str, int] | None:
         """(path, call) of a module call, None for a module that the recording does not know."""
         counts = counts_of(self.tracer)
-        candidates = [c for c in counts.paths(entry.module) or () if c[0] == self.base.model]
+        candidates = self.candidates(entry.module)
         if not candidates:
             return None
         _, path = resolve_path(candidates, parent)
@@ -161,65 +183,38 @@ class Run:
             calls[path] = numbers[entry.times] + 1
         return path, numbers[entry.times]
 
-    def opened(self, frame: GraphFrame, seq: int) -> None:
-        """Notes when the first op of a call, and of those around it, was recorded."""
-        around: Frame | None = frame
-        while around is not None and around.phase == "fwd" and around.call != NO_CALL:
-            body = self.tracer.counters.body(
-                model=around.model,
-                step=around.step,
-                phase="fwd",
-                path=around.path,
-                call=around.call,
-                records_ops=True,
-            )
-            if body.opened:
-                return
-            body.opened = seq + 1  # 0 stands for "nothing yet"
-            around = around.parent
 
-
-def first_op(tracer: Tracer, model: str, step: int, path: str, call: int) -> int | None:
-    """Number of the first op that a graph's taps recorded within a module call, None where there is none."""
-    body = tracer.counters.body(model=model, step=step, phase="fwd", path=path, call=call, records_ops=True)
-    return body.opened - 1 if body.opened else None
-
-
-def begin_run(tracer: Tracer, frame: Frame, root: int, *, resumes: bool, entries: Mapping[int, int]) -> Run:
-    """Opens a run of a graph in a recording.
+def begin_run(tracer: Tracer, frame: Frame, code: Code, args: Sequence[Any]) -> Run:
+    """Opens a run of compiled code in a recording.
 
     Args:
-      frame: the innermost call that is open where the graph runs.
-      root: id of the module whose code was compiled, 0 where it is none.
-      resumes: the graph goes on where an earlier one of the same call ended.
-      entries: how often the graph enters each module, by id.
+      frame: the innermost call that is open where the code runs.
+      args: what it is called with.
     """
     counts = counts_of(tracer)
+    counts.look_up(frame.model, frame.step)
     base = frame
-    candidates = [c for c in counts.paths(root) or () if c[0] == frame.model]
+    path = code.base_path(counts.tables, frame.model, args, frame)
+    if path is None:
+        known = [p for model, p in counts.paths(code.root) or () if model == frame.model]
+        path = known[0] if known else frame.path
     calls = counts.of(frame.model, frame.step)
-    if candidates:
-        _, path = resolve_path(candidates, frame)
-        if path != frame.path:
-            call = calls.get(path, 0)
-            if resumes and call:
-                call -= 1
-            else:
-                calls[path] = call + 1
-            base = tracer.counters.body(
-                model=frame.model, step=frame.step, phase=frame.phase, path=path, call=call, records_ops=True
-            )
-    run = Run(tracer, base)
-    for module, times in entries.items():
-        found = [c for c in counts.paths(module) or () if c[0] == base.model]
-        if len(found) != 1:
-            continue
-        path = found[0][1]
-        if path == base.path:
-            continue
-        run.first[path] = calls.get(path, 0)
-        calls[path] = run.first[path] + times
+    if path != frame.path:
+        call = calls.get(path, 0)
+        if code.resumes and call:
+            call -= 1
+        else:
+            calls[path] = call + 1
+        base = tracer.counters.body(
+            model=frame.model, step=frame.step, phase=frame.phase, path=path, call=call, records_ops=True
+        )
+    run = Run(tracer, base, code)
+    for module, times in code.entries.items():
+        candidates = run.candidates(module)
+        if len(candidates) == 1 and (inner := candidates[0][1]) != base.path:
+            run.first[inner] = calls.get(inner, 0)
+            calls[inner] = run.first[inner] + times
     return run
 
 
-__all__ = ["GraphFrame", "Run", "begin_run", "counts_of", "first_op"]
+__all__ = ["GraphFrame", "Run", "begin_run"]

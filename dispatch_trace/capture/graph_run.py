@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture.frames import ThreadState, mark_sequence, owner_of_node
+from dispatch_trace.capture.graph_code import Code
 from dispatch_trace.capture.graph_emit import Emitter
 from dispatch_trace.capture.graph_frames import GraphFrame, Run, begin_run
 from dispatch_trace.capture.graph_plan import Plan
@@ -39,17 +40,13 @@ class CompiledFrame:
     """What Dynamo compiled in one go: a forward graph, and a backward graph where gradients are wanted.
 
     Attributes:
-      root: id of the module whose code it is, 0 where it is none.
-      resumes: it goes on after a graph break.
-      entries: how often the graph enters each module, by id.
+      code: whose code it is.
       note: of every record.
       run: the compiled code, called with the graph's inputs.
       num_tapped: how many graphs of it were tapped; what stays 0 has lost its taps.
     """
 
-    root: int
-    resumes: bool
-    entries: Mapping[int, int]
+    code: Code
     note: str
     run: Callable[..., Any] | None = None
     num_tapped: int = 0
@@ -60,16 +57,16 @@ class CompiledFrame:
         assert self.run is not None
         if not ACTIVE:
             return self.run(*args)
-        with self.recording():
+        with self.recording(args):
             return self.run(*args)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Run]]:
+    def recording(self, args: Sequence[Any]) -> Iterator[list[Run]]:
         """Opens a run in every recording that wants one; below it nothing else records."""
         runs: list[Run] = []
         before = []
         for tracer in list(ACTIVE):
-            run = self._begin(tracer)
+            run = self._begin(tracer, args)
             if run is not None:
                 runs.append(run)
                 before.append((run, tracer.state.frame))
@@ -84,7 +81,7 @@ class CompiledFrame:
                 if torch.is_grad_enabled():
                     mark_sequence(run.tracer.state, frame)
 
-    def _begin(self, tracer: Tracer) -> Run | None:
+    def _begin(self, tracer: Tracer, args: Sequence[Any]) -> Run | None:
         state = tracer.state
         if not tracer.active or state.busy or tracer.options.level != "op":
             return None
@@ -92,7 +89,7 @@ class CompiledFrame:
             frame = state.frame or tracer.outside_frame()
             if frame is None or not tracer.wants_step(frame.step):
                 return None
-            run = begin_run(tracer, frame, self.root, resumes=self.resumes, entries=self.entries)
+            run = begin_run(tracer, frame, self.code, args)
             if torch.is_grad_enabled():
                 owner = GraphFrame(run.base)
                 owner.records_ops = False
