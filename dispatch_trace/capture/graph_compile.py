@@ -7,6 +7,7 @@ taps after AOTAutograd and its own decompositions; any other backend is given AO
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -107,7 +108,7 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    plans = undecomposed(module, inputs, wanted)
+    plans = undecomposed(module, inputs, wanted, sparse=only_materialised)
 
     def inner_compile(
         graph: torch.fx.GraphModule, examples: Sequence[Any], **kwargs: Any
@@ -155,7 +156,9 @@ def inductor(
     return compiled  # type: ignore[no-any-return]
 
 
-def undecomposed(module: torch.fx.GraphModule, inputs: Sequence[Any], wanted: Wanted) -> dict[bool, Plan]:
+def undecomposed(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], wanted: Wanted, *, sparse: bool
+) -> dict[bool, Plan]:
     """The ops of a Dynamo graph as eager recording shows them: plans of its forward and backward graphs."""
     from torch._functorch import config as functorch_config
     from torch._guards import TracingContext
@@ -164,7 +167,8 @@ def undecomposed(module: torch.fx.GraphModule, inputs: Sequence[Any], wanted: Wa
 
     def keep(backward: bool) -> Callable[..., Any]:
         def compile_graph(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            plans[backward] = _selected(plan_of(graph, backward=backward), wanted)
+            plan = _selected(plan_of(graph, backward=backward), wanted)
+            plans[backward] = dataclasses.replace(plan, sparse=sparse)
             return _boxed(graph.forward)
 
         return compile_graph
@@ -224,9 +228,8 @@ def _aot(
 
 
 def _selected(plan: Plan, wanted: Wanted) -> Plan:
-    return Plan(
-        plan.module, {node: site for node, site in plan.sites.items() if wanted(site.entries)}, plan.backward
-    )
+    sites = {node: site for node, site in plan.sites.items() if wanted(site.entries)}
+    return dataclasses.replace(plan, sites=sites)
 
 
 def _computed(plan: Plan) -> list[str]:

@@ -138,6 +138,9 @@ class Emitter:
             frame = self._run.frame(site)
             if frame is None or not info.selected or info.dropped:
                 return out
+            if self._plan.sparse and not info.is_empty and _all_missing(out):
+                frame.counts[info.base] = frame.counts.get(info.base, -1) + 1
+                return out
             frame.note, frame.source = self._note, site.source
             return self._record(node, frame, info, args, kwargs, out)
 
@@ -271,6 +274,10 @@ def _all_at_hand(values: Any) -> bool:
     if isinstance(values, Mapping):
         return all(_all_at_hand(v) for v in values.values())
     return not (values is MISSING or isinstance(values, Seen))
+
+
+def _all_missing(value: Any) -> bool:
+    return all(map(_all_missing, value)) if isinstance(value, (tuple, list)) else value is MISSING
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

@@ -59,11 +59,13 @@ class Plan:
       module: the graph.
       sites: of every node that is an op, in order.
       backward: the graph is a backward one.
+      sparse: what has no value gets no record: the compiler fused it away, and was meant to.
     """
 
     module: torch.fx.GraphModule
     sites: dict[torch.fx.Node, Site]
     backward: bool
+    sparse: bool = False
 
     @property
     def nodes(self) -> Iterator[torch.fx.Node]:
