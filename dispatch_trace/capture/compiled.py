@@ -227,7 +227,7 @@ class Region:
         return entries
 
     def plain_copy(self) -> Callable[..., Any]:
-        """A copy of the body, compiled in the same way and without hooks.
+        """A copy of the body, compiled in the same way, without hooks and without taps.
 
         Raises:
           Exception: the model cannot be deep-copied.
@@ -239,7 +239,12 @@ class Region:
                 for number in hooks & table.keys():
                     del table[number]
         call = body if self.body is not self.module else body._call_impl
-        compiled: Callable[..., Any] = self.context(_own_frame(call))
+        frame = _own_frame(call)
+        tapped = getattr(_backend(self.context), "compiler_fn", None)
+        if hasattr(tapped, "wrapped"):
+            fullgraph = bool(self.context.fullgraph)
+            return torch.compile(frame, backend=tapped.wrapped, fullgraph=fullgraph)
+        compiled: Callable[..., Any] = self.context(frame)
         return compiled
 
 

@@ -107,6 +107,11 @@ class Tap:
         self._selector: Selector | None = None if select is None else compile_select(select)
         self._paths: dict[int, set[str]] = {}  # of the modules below what was compiled, by id
 
+    @property
+    def wrapped(self) -> Callable[..., Any]:
+        """The backend without taps."""
+        return self._function
+
     def __call__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Any]:
