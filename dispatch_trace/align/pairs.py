@@ -18,6 +18,7 @@ from dispatch_trace.align.content import Comparer, Difference, Rows, same_class
 from dispatch_trace.align.graph import CallKey, Origin, Program, Value
 from dispatch_trace.align.lens import StepLens
 from dispatch_trace.align.modules import Renames, host, pair_calls
+from dispatch_trace.align.named import named_alike
 from dispatch_trace.align.ops import BodyAligner, Element, OpPair, scalars
 from dispatch_trace.align.rows import RowMap
 from dispatch_trace.align.steps import StepPair, StepPlan, pair_models, pair_steps, unpaired_steps
@@ -154,6 +155,7 @@ def pair_traces(
         return None if progress is None else lambda done, total: progress(done, total, what)
 
     models, renames = pair_models(ref, target), Renames(rename)
+    ref, target = named_alike(ref, target, models, renames.apply)
     plan = pair_steps(ref, target, models, steps)
     if plan is not None:
         found = [

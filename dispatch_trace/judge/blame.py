@@ -13,6 +13,7 @@ from typing import Any
 
 from dispatch_trace.align.canon import family, short
 from dispatch_trace.align.content import Difference
+from dispatch_trace.align.flow import has_inputs
 from dispatch_trace.align.graph import Call, Program, Value
 from dispatch_trace.align.modules import host
 from dispatch_trace.align.pairs import Pairing
@@ -22,6 +23,7 @@ from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.judge.operands import Operands, changed_arguments
 from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites, source_of
+from dispatch_trace.judge.unfed import UnfedBlame
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # Written out by hand these become so many ops that none of them answers for the whole.
@@ -41,6 +43,7 @@ class Blame:
         self._operands = Operands(noise, self._sites, self._regions)
         self._ref_has_ops = any(record.kind == "op" for record in self._ref.records.values())
         self._modules_only = ModuleBlame(noise, self._sites)
+        self._unfed = UnfedBlame(noise, self._sites)
 
     # Entry points -----------------------------------------------------------------------------------
 
@@ -92,6 +95,8 @@ class Blame:
         """For what a compiled region returned: only the producer of its output can be named."""
         state = self._noise.state(value)
         record = self._target.records[value[0]]
+        if not has_inputs(record):
+            return self._unfed.find(value)
         inside = self._modules_only.find(self._target.call_of(record))
         if inside is not None and not (inside.label == "introduced" and inside.seq == record.seq):
             return inside  # else all that was captured within is right, and lost on its way out

@@ -9,6 +9,7 @@ from typing import Any
 
 from dispatch_trace.align.canon import is_empty
 from dispatch_trace.align.graph import Program, Value, slot_numel
+from dispatch_trace.align.named import keeps_last_call
 from dispatch_trace.align.pairs import Outcome, Pair, Pairing, paired_slots
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass
@@ -41,6 +42,7 @@ class _Rows:
         self._ref_absorbed: dict[Value, bool] = {}
         self._target_absorbed: dict[Value, bool] = {}
         self._dormant = self._deselected()
+        self._kept = (self._kept_calls(pairing.target), self._kept_calls(pairing.ref))
 
     def rows(self) -> list[Pair]:
         pairing = self._pairing
@@ -182,7 +184,21 @@ class _Rows:
         return any(self._noise.state(link.target).explained is not False for link in links)
 
     def _left_out(self, program: Program, record: StoredRecord) -> bool:
-        return record.kind in self._dormant[0 if program is self._pairing.ref else 1]
+        side = 0 if program is self._pairing.ref else 1
+        if record.kind in self._dormant[side]:
+            return True
+        kept = self._kept[side]
+        if kept is None or record.kind != "module":
+            return False
+        path = self._pairing.renames.apply(record.module) if side == 0 else record.module
+        return record.call < kept.get(path, record.call + 1)
+
+    def _kept_calls(self, program: Program) -> dict[str, int] | None:
+        """By path (of the target) the one call that a dump keeps of a module; None for ordinary traces."""
+        if not keeps_last_call(program.reader):
+            return None
+        rename = self._pairing.renames.apply if program is self._pairing.ref else str
+        return {rename(r.module): r.call for r in program.records.values() if r.kind == "module"}
 
     def _deselected(self) -> tuple[frozenset[str], frozenset[str]]:
         """Kinds of records that the *other* trace left out by choice."""

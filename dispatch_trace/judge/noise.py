@@ -8,11 +8,12 @@ noise that rises smoothly through a deep model is explained step by step, and a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from dispatch_trace.align.canon import DISCRETE, dtype_class, is_empty, is_factory, short
 from dispatch_trace.align.content import SKETCH_FLOOR, Difference
+from dispatch_trace.align.flow import Flow, has_inputs
 from dispatch_trace.align.graph import Call, Origin, Program, Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
@@ -90,6 +91,7 @@ class NoisePass:
     Attributes:
       states: by value of the target; leaves are added when first asked for.
       codes: integer leaves of the target that stand for float weights of the reference.
+      flow: what modules of the target read that recorded no inputs.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class NoisePass:
         self.ref_sizes = Magnitudes(pairing.ref, pairing.comparer, ref_side=True)
         self.sizes = Magnitudes(pairing.target, pairing.comparer, ref_side=False)
         self.codes: dict[Value, Codes] = {}
+        self.flow = Flow(pairing)
         self._ref_noise: dict[Value, float] = {}
         self._borders: dict[tuple[int, Call], float] = {}
         self._measured: dict[Value, bool] = {}
@@ -121,6 +124,8 @@ class NoisePass:
             if record.kind == "op" and not self.pairing.target.is_edge(record):
                 for out in self.pairing.target.outputs(record):
                     self.states[(record.seq, out.index)] = self._judge(record, out)
+        for value in self.flow.unfed():
+            self.state(value)
 
     # States -----------------------------------------------------------------------------------------
 
@@ -244,13 +249,11 @@ class NoisePass:
         value = (record.seq, out.index)
         found = self.best(self.pairing.links.get(value, ()))
         budget = Budget(free=roundoff(out.dtype), clean=roundoff(out.dtype))
-        for slot in record.slots:
-            if slot.role == "in" and slot.is_tensor:
-                noise, clean, flags, suspicious = self.slot_noise(record, slot)
-                budget.free = math.hypot(budget.free, UNKNOWN_GAIN * noise)
-                budget.clean = math.hypot(budget.clean, clean)
-                budget.flags |= flags
-                budget.tainted = budget.tainted or suspicious
+        for noise, clean, flags, suspicious in self._opaque_inputs(record, value):
+            budget.free = math.hypot(budget.free, UNKNOWN_GAIN * noise)
+            budget.clean = math.hypot(budget.clean, clean)
+            budget.flags |= flags
+            budget.tainted = budget.tainted or suspicious
         state = State(noise=budget.free, predicted=budget.free, clean=budget.clean, tainted=budget.tainted)
         if found is None:
             return state
@@ -263,6 +266,18 @@ class NoisePass:
         if state.explained:
             state.clean, state.tainted = state.noise, False
         return state
+
+    def _opaque_inputs(
+        self, record: StoredRecord, value: Value
+    ) -> Iterator[tuple[float, float, frozenset[tuple[str, int]], bool]]:
+        """`slot_noise` of what a module was given; where that was not recorded, of what it came from."""
+        if not has_inputs(record):
+            for before in self.flow.before(value):
+                state = self.state(before)
+                yield state.noise, state.clean, state.flags, state.suspicious
+        for slot in record.slots:
+            if slot.role == "in" and slot.is_tensor:
+                yield self.slot_noise(record, slot)
 
     def _judge_leaf(self, value: Value) -> State:
         links = self.pairing.links.get(value, ())

@@ -7,6 +7,7 @@ sum. A rewrite heals instead: the next result is right, though its input's error
 from __future__ import annotations
 
 from dispatch_trace.align.canon import family
+from dispatch_trace.align.flow import has_inputs
 from dispatch_trace.align.graph import Value
 from dispatch_trace.judge.noise import NoisePass
 
@@ -26,6 +27,9 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
     """
     target = noise.pairing.target
     culprit = target.records[value[0]]
+    if culprit.kind == "module" and not has_inputs(culprit):
+        later = (v for v in noise.flow.unfed() if v != value and noise.state(v).wrong)
+        return any(value in noise.flow.before(v) for v in later)
     around: set[int] = set()  # what a wrong weight does to its own module shows already
     if culprit.kind == "op" and not target.is_leaf(value):
         around = {call.record.seq for call in target.call_of(culprit).enclosing() if call.record is not None}

@@ -52,7 +52,10 @@ def combined(judgements: Sequence[Judgement]) -> Judgement:
         coverage={
             "records": records,
             "share": compared / number if number else 0.0,
-            "compute_bytes": {**total, "share": total["covered"] / total["total"] if total["total"] else 0.0},
+            "compute_bytes": {
+                **total,
+                "share": total["covered"] / total["total"] if total["total"] else float(compared > 0),
+            },
             "not_compared": why,
         },
         notices=[n for j in judgements for n in j.notices],
@@ -69,14 +72,16 @@ def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> 
     elif ours.get("start_time") is not None and ours["start_time"] == theirs.get("start_time"):
         found.append("both traces are the same recording")
     for name in ("torch_version", "num_threads", "cpu_capability", "device", "grad_enabled"):
-        if ours.get(name) != theirs.get(name):
+        if name in ours and name in theirs and ours[name] != theirs[name]:
             what = name.replace("_", " ")
-            found.append(f"{what}: {ours.get(name)} in the reference, {theirs.get(name)} in the target")
+            found.append(f"{what}: {ours[name]} in the reference, {theirs[name]} in the target")
     a, b = ours.get("environment") or {}, theirs.get("environment") or {}
-    for name in sorted({*a, *b}):
+    known = "environment" in ours and "environment" in theirs  # dumps of other tools keep none
+    for name in sorted({*a, *b}) if known else ():
         if a.get(name) != b.get(name):
             found.append(f"{name}: {a.get(name)} in the reference, {b.get(name)} in the target")
     for name, ranks in (("reference", ref), ("target", target)):
+        found += [f"{name}: {notice}" for notice in ranks[0].header.get("notices") or ()]
         for rank in ranks:
             found += [f"{name}: {why}" for why in (rank.end or {}).get("perturbed") or ()]
         if all(rank.complete for rank in ranks):

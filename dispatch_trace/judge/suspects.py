@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import replace
 
 from dispatch_trace.align.canon import is_factory
+from dispatch_trace.align.flow import has_inputs
 from dispatch_trace.align.graph import Value
 from dispatch_trace.judge.blame import Blame
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding
@@ -61,6 +62,8 @@ class Suspects:
                 finding = self._blame.value(value)
             elif readers:
                 finding = self._blame.leaf(value, self._target.records[readers[0][0]])
+            elif record.kind == "module" and not has_inputs(record):
+                finding = self._blame.opaque(value)
             else:
                 continue
             if finding.seq not in named:

@@ -15,8 +15,10 @@ from typing import Any, TypeAlias
 from dispatch_trace.align.canon import is_factory
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Program, Value
+from dispatch_trace.align.named import keeps_first_output
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.judge.blame import Blame
+from dispatch_trace.judge.captured import captured_outputs
 from dispatch_trace.judge.coverage import count_coverage, make_pairs
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
@@ -203,13 +205,18 @@ class RoundJudge:
                 continue
             compared += 1
             found += self._root_outputs(ref.record, target.record)
-        return [*found, *self._sinks(everything=not compared)]
+        pairs, reasons = captured_outputs(self._noise)
+        self._reasons += reasons
+        found += [self._output(*pair) for pair in pairs]
+        return [*found, *self._sinks(everything=not (compared or pairs))]
 
     def _root_outputs(self, ref: StoredRecord, target: StoredRecord) -> list[Output]:
         theirs = {s.name: s for s in ref.slots if s.role == "out" and s.is_tensor}
         ours = {s.name: s for s in target.slots if s.role == "out" and s.is_tensor}
         missing = [name for name in theirs if name not in ours]
-        if missing:
+        if missing and keeps_first_output(self._target.reader):
+            self._notices.append(f"outputs that the target's layout does not hold: {', '.join(missing[:5])}")
+        elif missing:
             self._reasons.append(f"outputs that the target does not return: {', '.join(missing[:5])}")
         for note in (ref.note, target.note):
             if note and not note.startswith("opaque"):
@@ -292,6 +299,8 @@ class RoundJudge:
                 if readers and self._target.records[value[0]].kind == "param":
                     place = readers[0][0]
                     finding = self._blame.leaf(value, self._target.records[place])
+            elif self._target.records[place].kind == "module":
+                finding = self._blame.opaque(value)
             else:
                 finding = self._blame.value(value)
             if finding is not None:
@@ -322,6 +331,7 @@ class RoundJudge:
                     for o in self._target.origins(record, slot)
                     if self._noise.state(o.value).suspicious
                 ]
+                inside += [(v, record) for v in self._noise.flow.before(value) if self._is_suspicious(v)]
                 if inside:
                     todo += inside
                 else:
@@ -346,6 +356,9 @@ class RoundJudge:
             )
             found.append((output.record.seq, finding))
         return found
+
+    def _is_suspicious(self, value: Value) -> bool:
+        return self._noise.state(value).suspicious
 
     def _origins(self, record: StoredRecord, slot: StoredSlot) -> Iterable[Any]:
         if record.kind == "op":
