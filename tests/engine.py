@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
+
+import dispatch_trace as dt
 
 VOCAB = 64
 
@@ -148,12 +151,31 @@ class Engine:
 
     # Integration: what a model runner does ------------------------------------------------------------
 
+    def attach(self, folder: Path, modules: dict[str, list[str]], **options: Any) -> None:
+        """Gives models a capture each: before they compile, into a directory of their own."""
+        for name, patterns in modules.items():
+            lane = self.lanes[name]
+            lane.capture = dt.ModelCapture(lane.model, patterns, folder, subdirectory=name, **options)
+            dt.TensorRegistry._instance = lane.capture._registry
+
     def compile(self, backend: str = "aot_eager") -> None:
         for lane in self.lanes.values():
-            lane.call = torch.compile(lane.model, backend=backend, fullgraph=True)
+            lane.call = torch.compile(lane.model, backend=backend, fullgraph=True, dynamic=False)
             if lane.capture is not None:
                 lane.capture.register_clear_hook(lane.call)
 
+    def enable(self) -> None:
+        """From here on forwards are written."""
+        for lane in self.lanes.values():
+            if lane.capture is not None:
+                lane.capture.enable()
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            if lane.capture is not None:
+                lane.capture.close()
+
+    @torch.no_grad()
     def warm_up(self) -> None:
         """Runs every bucket once, so that all is compiled before the first request."""
         for name in ("target", "draft"):
@@ -292,11 +314,12 @@ class Engine:
         if lane.capture is not None and record:
             lane.capture.setup_tensor_capture()
             yield
-            lane.capture.save_tensor_captures(
-                positions=torch.tensor(positions if positions is not None else [[0]] * len(ids)),
-                is_prefill=phase == "prefill",
-                req_ids=ids,
-            )
+            known = [id for id in ids if id is not None]
+            at = torch.tensor(positions if positions is not None else [[0]] * len(ids))
+            meta = {} if tokens is None else {"tokens": tokens}
+            if phase == "prefill" and len(at) == 1:
+                at = at[0]  # as engines hold them: flat, and the batch is one request
+            lane.capture.save_tensor_captures(at, phase == "prefill", known, **meta)
         elif lane.recorder is not None and record:
             meta = {"phase": phase, "req_ids": ids}
             if positions is not None:

@@ -204,7 +204,9 @@ class Comparer:
             # What stands in steps that are no pair may still be one constant.
             return None if a.shape == b.shape and a.hash == b.hash else unknown("they stand in other steps")
         rows = maps[steps[0], steps[1]]
-        readings = None if rows is None else rows.readings(a.shape, b.shape)
+        dims = {d for d in (self.ref.cache_dim(a.id), self.target.cache_dim(b.id)) if d is not None}
+        keys = dims.pop() if len(dims) == 1 else None
+        readings = None if rows is None else rows.readings(a.shape, b.shape, keys)
         if rows is None or readings is None:
             return None
         shapes = f"{list(a.shape)} in the reference, {list(b.shape)} in the target"

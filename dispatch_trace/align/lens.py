@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dispatch_trace.align.canon import short
 from dispatch_trace.align.steps import StepKey
 from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
@@ -50,6 +51,7 @@ class StepLens(RankReader):
         self._of_parameters = frozenset(
             slot.content for record in reader.records(kind="param") for slot in record.slots
         )
+        self._cache_dims: dict[int, int] = {}
         self.left_out = 0
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
@@ -58,7 +60,9 @@ class StepLens(RankReader):
             if record.kind == "param":
                 yield record
             elif key in self._shown or (self._outside and record.step < 0):
-                yield replace(record, slots=tuple(self._slot(key, slot) for slot in record.slots))
+                seen = replace(record, slots=tuple(self._slot(key, slot) for slot in record.slots))
+                self._note_cache(seen)
+                yield seen
             elif key in self._leaving:
                 self.left_out += 1
 
@@ -66,6 +70,10 @@ class StepLens(RankReader):
         """The step that a content number of this lens belongs to; None for parameters."""
         part = content // STRIDE
         return self._keys[part - 1] if part else None
+
+    def cache_dim(self, content: int) -> int | None:
+        """The dim of the keys, where a content is a cache that is written in place, or rows of one."""
+        return self._cache_dims.get(content)
 
     def content(self, id: int) -> StoredContent:
         return replace(self._whole.content(id % STRIDE), id=id)
@@ -87,3 +95,38 @@ class StepLens(RankReader):
             self._keys.append(key)
             part = self._parts[key] = len(self._keys)
         return replace(slot, content=part * STRIDE + slot.content)
+
+    def _note_cache(self, record: StoredRecord) -> None:
+        """Caches show by what writes them: a part, along one dim besides the rows'."""
+        name = short(record.op)
+        if record.kind != "op" or name not in _CACHE_OPS:
+            return
+        slots = {slot.name: slot for slot in record.slots if slot.is_tensor}
+        source = slots.get("in.self")
+        if source is None:
+            return
+        dim = self._cache_dims.get(source.content)
+        if name in ("index_put", "index_copy"):
+            dim = _written_dim(record)
+        if dim is None:
+            return
+        for slot in slots.values():
+            if slot.content >= 0 and len(slot.shape) == len(source.shape) and slot.name in _CACHE_SLOTS:
+                self._cache_dims[slot.content] = dim
+
+
+_CACHE_OPS = frozenset({"index_put", "index_copy", "index", "index_select", "clone"})
+_CACHE_SLOTS = frozenset({"in.self", "out", "out.self"})
+
+
+def _written_dim(record: StoredRecord) -> int | None:
+    """The dim along which an op writes part of a tensor, the rows' dim aside."""
+    arguments = dict(record.args)
+    if short(record.op) == "index_copy":
+        dim = arguments.get("dim")
+        return dim if isinstance(dim, int) and dim > 0 else None
+    given = arguments.get("indices")
+    if not isinstance(given, list | tuple):
+        return None
+    dims = [d for d, index in enumerate(given) if d > 0 and index is not None]
+    return dims[0] if len(dims) == 1 else None

@@ -60,11 +60,17 @@ class RowMap:
             for name, cells in groups.items()
         ]
 
-    def readings(self, ref: Sequence[int], target: Sequence[int]) -> list[tuple[Role, ...]] | None:
+    def readings(
+        self, ref: Sequence[int], target: Sequence[int], keys: int | None = None
+    ) -> list[tuple[Role, ...]] | None:
         """The likeliest ways to read two shapes, best first; empty where there is none.
 
+        Args:
+          keys: the dim of the keys, where the tensors are known to be caches.
         Returns: None where the tensors belong together as they are.
         """
+        if keys is not None:
+            return self._of_cache(tuple(ref), tuple(target), keys)
         if tuple(ref) == tuple(target) and self.trivial:
             return None
         ref, target = self._same_rank(ref, target)
@@ -83,6 +89,20 @@ class RowMap:
         return [selected for selected in found if selected is not None]
 
     # Readings -----------------------------------------------------------------------------------------
+
+    def _of_cache(self, ref: tuple[int, ...], target: tuple[int, ...], keys: int) -> list[tuple[Role, ...]]:
+        """A cache: rows first, and beyond the request's keys stands what earlier requests left."""
+        if len(ref) != len(target) or not 0 < keys < len(ref):
+            return []
+        rest = [d for d in range(1, len(ref)) if d != keys]
+        rows = (ref[0], target[0]) == (self._ref.batch, self._target.batch)
+        if not rows or any(ref[d] != target[d] for d in rest):
+            return []  # which row of a larger cache is the request's is not told
+        if any(r.keys(ref[keys], target[keys], known=True) is None for r in self._requests):
+            return []
+        roles: list[Role] = ["same" for _ in ref]
+        roles[0], roles[keys] = "batch", "keys"
+        return [tuple(roles)]
 
     def _readings(self, ref: Sequence[int], target: Sequence[int]) -> Iterator[tuple[Role, ...]]:
         options = [self._roles(a, b) for a, b in zip(ref, target, strict=True)]
@@ -141,7 +161,7 @@ class RowMap:
         dim = roles.index("keys")
         parts: list[tuple[Array, Array]] = []
         for request in self._requests:
-            keys = request.keys(ref.shape[dim], target.shape[dim])
+            keys = request.keys(ref.shape[dim], target.shape[dim], known=True)
             assert keys is not None
             a = _gather(np.take(ref, keys[0], axis=dim), roles, self._ref, [c for c, _ in request.cells])
             b = _gather(
@@ -180,7 +200,8 @@ class RowMap:
             elif role == "flat":
                 words.append(f"{len(cells)} of {size} rows (dim {dim})")
             elif role == "keys":
-                counts = [len(k[0]) for r in self._requests if (k := r.keys(ref.shape[dim], size))]
+                found = [r.keys(ref.shape[dim], size, known=True) for r in self._requests]
+                counts = [len(k[0]) for k in found if k is not None]
                 words.append(f"{'/'.join(map(str, counts))} of {size} keys (dim {dim})")
         return ", ".join(words)
 
@@ -204,13 +225,19 @@ class _Request:
         self._in_step = tuple(_own_keys(rows, name, self.num_keys) for rows in (ref, target))
         self._tokens = (ref.tokens, target.tokens)
 
-    def keys(self, ref: int, target: int) -> tuple[list[int], list[int]] | None:
-        """The places of the request's keys in dims of these sizes; None where they are no keys."""
+    def keys(self, ref: int, target: int, *, known: bool = False) -> tuple[list[int], list[int]] | None:
+        """The places of the request's keys in dims of these sizes; None where they are no keys.
+
+        Args:
+          known: they are, if they can be.
+        """
         if self.num_keys < 1:
             return None
         found = [self._of_side(side, size) for side, size in ((0, ref), (1, target))]
         if found[0] is None or found[1] is None:
             return None
+        if known:
+            return found[0], found[1]
         # One side at least must have just as many keys as there are, or as its step has tokens.
         fits = ref == self.num_keys or target == self.num_keys
         fits = fits or (ref == self._tokens[0] and self._in_step[0] is not None)

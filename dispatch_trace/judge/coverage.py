@@ -87,9 +87,22 @@ class _Rows:
             row.outcome, row.method = "absorbed", "edge"
         elif row.error is None and not row.notes and target.kind == "module" and not _tensors(target):
             row.outcome = "matched"
+        elif row.error is None and self._settled(ref, target):
+            row.outcome = "absorbed"
         elif row.error is None:
             row.outcome = "no-data"
         return row
+
+    def _settled(self, ref: StoredRecord, target: StoredRecord) -> bool:
+        """Whether values that rows kept from comparison were compared where they are read (a cache, say)."""
+        if self._pairing.plan is None or target.kind != "op" or ref.kind != "op":
+            return False
+        used = (self._pairing.target.consumers.get((target.seq, s.index)) for s in target.slots)
+        return (
+            any(used)
+            and self._is_absorbed(self._pairing.target, target)
+            and self._is_absorbed(self._pairing.ref, ref)
+        )
 
     def _measure(self, row: Pair, ref: StoredRecord, target: StoredRecord) -> None:
         """The worst difference of outputs that somebody reads."""
