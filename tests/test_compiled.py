@@ -155,7 +155,7 @@ def test_inductor_records_what_its_code_computed(tmp_path: Path) -> None:
     trace = dt.open(tmp_path / "t")
     (record,) = trace.find(module="stage", kind="module")
     assert torch.equal(record.tensor(), expected)
-    assert trace.header["observer"] == "outputs with and without hooks are equal bit for bit"
+    assert trace.header["observer"] == "outputs with and without capture are equal bit for bit"
 
 
 def test_what_ran_before_is_refused_or_compiled_once_more(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_an_observer_that_changes_the_result_is_marked(tmp_path: Path) -> None:
     with torch.no_grad(), dt.record(tmp_path / "t", target):
         target(x())
     trace = dt.open(tmp_path / "t")
-    assert trace.header["observer"] == "outputs with and without hooks differ"
+    assert trace.header["observer"] == "outputs with and without capture differ"
     reference = net()
     with torch.no_grad(), dt.record(tmp_path / "ref", reference):
         reference(x())

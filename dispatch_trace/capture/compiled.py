@@ -240,10 +240,10 @@ class Region:
                     del table[number]
         call = body if self.body is not self.module else body._call_impl
         frame = _own_frame(call)
-        tapped = getattr(_backend(self.context), "compiler_fn", None)
-        if hasattr(tapped, "wrapped"):
-            fullgraph = bool(self.context.fullgraph)
-            return torch.compile(frame, backend=tapped.wrapped, fullgraph=fullgraph)
+        backend = _backend(self.context)
+        wrapped = getattr(getattr(backend, "compiler_fn", backend), "wrapped", None)
+        if wrapped is not None:
+            return torch.compile(frame, backend=wrapped, fullgraph=bool(self.context.fullgraph))
         compiled: Callable[..., Any] = self.context(frame)
         return compiled
 

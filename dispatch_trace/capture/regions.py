@@ -231,13 +231,13 @@ class Regions:
         with tracer.own_ops(tracer.state):
             differing = [n for n, v in plain if n not in watched or not same_bits(v, watched[n])]
         if not differing:
-            tracer.writer.amend_header({"observer": "outputs with and without hooks are equal bit for bit"})
+            tracer.writer.amend_header({"observer": "outputs with and without capture are equal bit for bit"})
             return
-        tracer.writer.amend_header({"observer": "outputs with and without hooks differ"})
+        tracer.writer.amend_header({"observer": "outputs with and without capture differ"})
         tracer.writer.mark_perturbed(
-            f"hooks changed what the compiled {type(region.body).__name__} returns "
-            f"({', '.join(differing[:4])}): with them the compiler fuses otherwise. Select fewer modules, or "
-            "judge the outputs without hooks."
+            f"capture changed what the compiled {type(region.body).__name__} returns "
+            f"({', '.join(differing[:4])}): with it the compiler fuses otherwise. Select fewer modules, or "
+            "judge the outputs without it."
         )
 
 
