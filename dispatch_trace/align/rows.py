@@ -105,14 +105,14 @@ class RowMap:
         return [tuple(roles)]
 
     def _readings(self, ref: Sequence[int], target: Sequence[int]) -> Iterator[tuple[Role, ...]]:
-        options = [self._roles(a, b) for a, b in zip(ref, target, strict=True)]
+        options = [self._roles(d, a, b) for d, (a, b) in enumerate(zip(ref, target, strict=True))]
         for roles in itertools.product(*options):
             rows = sum(role in ("batch", "flat", "folded") for role in roles)
             tokens = sum(role in ("tokens", "flat") for role in roles)
             if rows <= 1 and tokens <= 1 and roles.count("keys") <= 1:
                 yield roles
 
-    def _roles(self, a: int, b: int) -> list[Role]:
+    def _roles(self, dim: int, a: int, b: int) -> list[Role]:
         found: list[Role] = []
         ours, theirs = self._target, self._ref
         if a == b:
@@ -128,7 +128,7 @@ class RowMap:
         fold = a // theirs.batch
         if fold > 1 and theirs.batch != ours.batch and (a, b) == (fold * theirs.batch, fold * ours.batch):
             found.append("folded")
-        if a != b and all(r.keys(a, b) is not None for r in self._requests):
+        if dim and a != b and all(r.keys(a, b) is not None for r in self._requests):
             found.append("keys")
         return found
 

@@ -257,12 +257,35 @@ class _ModelSteps:
         named = [all(r.named for r in side.values()) for side in rows]
         if not all(named):
             return [{k: _unnamed(r) for k, r in side.items()} for side in rows]
-        names = [list(dict.fromkeys(c.request for r in side.values() for c in r.cells)) for side in rows]
-        if names[0] and len(names[0]) == len(names[1]) and not set(names[0]) & set(names[1]):
-            same = dict(zip(names[1], names[0], strict=True))
+        prompts = [_prompts(side) for side in rows]
+        if prompts[0] and len(prompts[0]) == len(prompts[1]) and not set(prompts[0]) & set(prompts[1]):
+            same, how = _matched_ids(*prompts)
             rows[1] = {k: _renamed(r, same) for k, r in rows[1].items()}
-            plan.notices.append("no request id occurs in both traces: requests pair in order of appearance")
+            plan.notices.append(f"no request id occurs in both traces: requests pair {how}")
         return rows
+
+
+def _prompts(rows: Mapping[StepKey, StepRows]) -> dict[str, tuple[int | None, ...]]:
+    """The tokens of each request's first step, in order of appearance."""
+    found: dict[str, tuple[int | None, ...]] = {}
+    for table in rows.values():
+        new: dict[str, list[int | None]] = defaultdict(list)
+        for cell in table.cells:
+            if cell.request not in found:
+                new[cell.request].append(cell.token)
+        found |= {request: tuple(tokens) for request, tokens in new.items()}
+    return found
+
+
+def _matched_ids(
+    ref: Mapping[str, tuple[int | None, ...]], target: Mapping[str, tuple[int | None, ...]]
+) -> tuple[dict[str, str], str]:
+    """The target's ids to the reference's: by prompt where prompts are known and differ, else in order."""
+    by_prompt = {tokens: request for request, tokens in ref.items()}
+    known = None not in {token for tokens in ref.values() for token in tokens}
+    if known and len(by_prompt) == len(ref) and set(by_prompt) == set(target.values()):
+        return {request: by_prompt[tokens] for request, tokens in target.items()}, "by prompt"
+    return dict(zip(target, ref, strict=True)), "in order of appearance"
 
 
 def _unnamed(rows: StepRows) -> StepRows:
