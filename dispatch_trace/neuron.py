@@ -219,6 +219,16 @@ def refuse_dispatch_recorder(compiled_paths: Iterable[str], *, device: str) -> N
         )
 
 
+def distinct_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy to hand out of a graph that torch-xla compiles (backend "openxla"), of a tensor [*shape].
+
+    A plain `clone()` of a value is that value to XLA, and outputs that are one value are returned once:
+    all outputs after it then move up by one, the program's own among them (torch-xla 2.9.0; tests/xla
+    shows it). A view of the copy makes it a value of its own and changes no bit.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(tensor.shape)
+
+
 # -- touching Neuron -------------------------------------------------------------------------------------
 
 
@@ -306,6 +316,7 @@ __all__ = [
     "Lane",
     "OpTracking",
     "check_compiled",
+    "distinct_copy",
     "environment",
     "lane",
     "lane_of",

@@ -219,6 +219,16 @@ def test_a_dispatch_recorder_around_compiled_neuron_code_is_refused() -> None:
     neuron.refuse_dispatch_recorder(["layers.0"], device="cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_distinct_copy_has_the_same_bits_and_memory_of_its_own(dtype: torch.dtype) -> None:
+    """That it is distinct to XLA is shown in tests/xla."""
+    for tensor in (torch.ones(2, 3, 4).permute(2, 0, 1), torch.ones(()), torch.ones(0, 3)):
+        tensor = tensor.to(dtype)
+        copy = neuron.distinct_copy(tensor)
+        assert copy.shape == tensor.shape and torch.equal(copy, tensor)
+        assert tensor.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
+
+
 # -- the wrapper for tracing compilers -------------------------------------------------------------------
 
 

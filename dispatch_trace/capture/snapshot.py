@@ -24,7 +24,8 @@ Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
 _expired: Any = torch.UntypedStorage._expired
 _free_weak: Any = torch.UntypedStorage._free_weak_ref
 _lazy_clone = torch._lazy_clone
-# Where an address means something and copy-on-write is known to work; elsewhere a plain clone is asked for.
+# Where an address means something and a copy costs the device nothing else. Of other devices only the bytes
+# are asked for (docs/neuron.md): a clone would be one more program to compile under XLA.
 _ADDRESSED = frozenset({"cpu", "cuda"})
 _PURGE_EVERY = 4096
 # Above this, exact coverage of a buffer from `empty` is not tracked element by element.
@@ -446,7 +447,9 @@ class Storages:
         source = _compact(tensor) if expanded else tensor
         num_bytes = source.numel() * source.element_size()
         self._writer.reserve(num_bytes)
-        if fresh and not expanded and source.device.type in _ADDRESSED:
+        if source.device.type not in _ADDRESSED:
+            copy = source.cpu()
+        elif fresh and not expanded:
             try:
                 copy = _lazy_clone(source)
             except RuntimeError:  # storage that torch does not own
