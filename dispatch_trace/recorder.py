@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -193,6 +194,7 @@ class record:
         tracer = self._tracer
         assert tracer is not None
         silent = self._regions.never_captured() if self._regions is not None else ""
+        absent = self._regions.never_ran() if self._regions is not None else []
         self._undo()
         self._models = {}
         tracer.close()
@@ -203,6 +205,13 @@ class record:
             raise CaptureError(self._why_empty(tracer))
         if silent:
             raise CaptureError(f"{self.path}: {silent}")
+        if absent:
+            warnings.warn(
+                f"dispatch_trace: {len(absent)} of the modules that select={self._options.select!r} matches "
+                f"never ran in compiled code: {', '.join(absent[:6])}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if tracer.faults and self._options.on_error == "raise":
             first = tracer.faults[0]
             raise CaptureError(

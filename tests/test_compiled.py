@@ -60,6 +60,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.structures = Structures()
         self.head = nn.Linear(8, 2)
+        self.unused = nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -242,6 +243,17 @@ def test_selected_modules_only(tmp_path: Path) -> None:
     assert found == [("layers.0", 0), ("layers.1", 0), ("layers.0", 1)]
     with pytest.raises(NoMatchError, match=r"layers\.7"):
         dt.record(tmp_path / "u", target, select=["layers.7"]).__enter__()
+
+
+def test_selected_modules_that_never_run_are_named(tmp_path: Path) -> None:
+    target = compiled(net())
+    with (
+        torch.no_grad(),
+        pytest.warns(RuntimeWarning, match=r"1 of the modules that select=.*never ran.*: unused"),
+        dt.record(tmp_path / "t", target, level="module", select=["head", "unused"], check_outputs=False),
+    ):
+        target(x())
+    assert [r.module for r in dt.open(tmp_path / "t").find(kind="module")] == ["head"]
 
 
 def test_training_and_new_shapes(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ class Region:
       lane: the Neuron lane it runs on, None elsewhere; there only hooks are touched (NEURON.md, rule 2).
       tracked, graphs_before: what the lane and Dynamo had counted before the first call.
       num_calls, num_captures: calls of the region that were recorded, and values that came out of them.
+      seen: places of the modules that have returned something.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -175,6 +176,7 @@ class Region:
         self.hooks: TracedHooks | None = None
         self.num_calls = 0
         self.num_captures = 0
+        self.seen: set[int] = set()
         self.tracked: neuron.OpTracking | None = None
         self.graphs_before = 0
         self._isolation = None if self.lane else Isolation(module, self.context)
@@ -224,6 +226,7 @@ class Region:
         entries = self.registry.take()
         self.num_calls += 1
         self.num_captures += sum(kind != "enter" for kind, _, _ in entries)
+        self.seen.update(int(name) for kind, name, _ in entries if kind == "module")
         return entries
 
     def plain_copy(self) -> Callable[..., Any]:

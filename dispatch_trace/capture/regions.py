@@ -134,6 +134,20 @@ class Regions:
                 )
         return ""
 
+    def never_ran(self) -> list[str]:
+        """Paths of modules that were asked for by name and whose hooks never fired in regions that ran."""
+        if self.tracer.options.selector is None:
+            return []
+        table = self.tracer.table
+        return [
+            path
+            for region in self._regions.values()
+            if region.num_captures
+            for number, module in enumerate(region.modules)
+            if number not in region.seen
+            for _, path in (table.get(module) or ())[:1]
+        ]
+
     # -- one call ------------------------------------------------------------------------------------
 
     def enter(
