@@ -107,7 +107,8 @@ _FAMILIES: dict[str, str] = {
         "rms_norm": "rms_norm _fused_rms_norm",
         "group_norm": "native_group_norm group_norm",
         "batch_norm": "native_batch_norm batch_norm _native_batch_norm_legit _batch_norm_with_update "
-        "_native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index",
+        "_native_batch_norm_legit_no_training _native_batch_norm_legit_functional cudnn_batch_norm "
+        "miopen_batch_norm _batch_norm_impl_index",
         "softmax": "_softmax softmax _safe_softmax",
         "log_softmax": "_log_softmax log_softmax",
         "silu": "silu swish",

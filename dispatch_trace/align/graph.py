@@ -54,6 +54,8 @@ class Call:
       children: calls within, in order.
       ops: records of its own body by grad phase, in order.
       opened, closed: records inside have opened <= seq <= closed.
+      begins: where its first op ran, or that of a call within; module records of compiled code come after
+        all ops of their region, so `opened` says nothing there.
     """
 
     key: CallKey
@@ -63,6 +65,7 @@ class Call:
     ops: dict[GradPhase, list[StoredRecord]] = field(default_factory=lambda: defaultdict(list))
     opened: int = 0
     closed: int = 0
+    begins: int = 0
 
     @property
     def path(self) -> str:
@@ -275,10 +278,19 @@ class Program:
                 call.ops[record.grad_phase].append(record)
                 if call.record is None and record.grad_phase == "fwd":
                     call.opened, call.closed = min(call.opened, record.seq), max(call.closed, record.seq)
-        self._nest()
+        ordered = self._nest()
+        for call in ordered:
+            ops = call.ops.get("fwd")
+            call.begins = min(call.opened, ops[0].seq) if ops else call.opened
+        for call in reversed(ordered):  # those within before those around
+            if call.parent is not None:
+                call.parent.begins = min(call.parent.begins, call.begins)
 
-    def _nest(self) -> None:
-        """Finds parents: the innermost call of an enclosing path that was open at the time."""
+    def _nest(self) -> list[Call]:
+        """Finds parents: the innermost call of an enclosing path that was open at the time.
+
+        Returns: all calls, parents before children.
+        """
         by_path: dict[tuple[int, str, str], list[Call]] = defaultdict(list)
         ordered = sorted(self.calls.values(), key=lambda c: (c.opened, -c.closed))
         for call in ordered:
@@ -298,6 +310,7 @@ class Program:
             call.parent = parent
             (parent.children if parent is not None else self.roots).append(call)
             stack.append(call)
+        return ordered
 
     def _enclosing_path(self, call: Call, by_path: dict[tuple[int, str, str], list[Call]]) -> Call | None:
         """For calls of other threads: the call of the nearest enclosing path that was open then."""

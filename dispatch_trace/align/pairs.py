@@ -275,7 +275,7 @@ def _bodies(
             around = host(call.parent, paired)
             if around.key in paired:
                 marker = Element(call.record, marker=common(call.key))
-                placed[(common(around.key), "fwd")].append((call.opened - 0.5, marker))
+                placed[(common(around.key), "fwd")].append((call.begins - 0.5, marker))
     first = {key: min(place for place, _ in elements) for key, elements in placed.items()}
     return {
         key: [element for _, element in sorted(placed[key], key=lambda item: item[0])]
