@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.graph import Call, Value
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -84,6 +85,21 @@ class Flow:
         """Whether what came before a value is known; else only the order of paths says so."""
         links = self._links(value)
         return self._has_ops or not links or has_inputs(self._ref.records[links[0].slots[0]])
+
+    def is_made_outside(self, value: Value) -> bool:
+        """Whether a module was given what no module returned, as far as contents tell: its caller made it."""
+        links = self._links(value)
+        if self._has_ops or not links:
+            return False
+        record = self._ref.records[links[0].slots[0]]
+        around = self._ref.call_of(record).enclosing()[1:]
+        handed_on = {s.content for c in around if c.record is not None for s in self._ref.inputs(c.record)}
+        return any(
+            slot.content not in handed_on
+            and all(seq >= record.seq for seq, _ in self._returned[slot.content])
+            for slot in self._ref.inputs(record)
+            if slot.content >= 0 and dtype_class(slot.dtype) in "fc"
+        )
 
     def uncaptured(self, value: Value) -> list[str]:
         """Modules that a value was computed from, that are not inside the one returning it nor captured."""

@@ -95,11 +95,18 @@ class UnfedBlame:
 
     def _owner(self, value: Value, outside: list[StoredRecord]) -> Call | None:
         """The captured call around the module and the code before it that may be to blame instead."""
+        if self._noise.flow.is_made_outside(value):
+            return self._caller(value)
         heavy = [record for record in outside if family(record.op) not in _SUMS]
         owner = self._around(value, heavy or outside)
         if owner is None or heavy:
             return owner
         return owner if self._returns_its_sum(owner) is False else None
+
+    def _caller(self, value: Value) -> Call | None:
+        """The innermost captured call around the module of a value."""
+        around = self._target.call_of(self._target.records[value[0]]).enclosing()[1:]
+        return next((call for call in around if call.record is not None), None)
 
     def _around(self, value: Value, ops: list[StoredRecord]) -> Call | None:
         """The innermost captured call around the module of a value that one of some ops stands in."""
