@@ -6,6 +6,8 @@
     python tools/mutants.py --only 'llama-rope*' --keep DIR    these cases, and their traces
 
 Half of the mutants have changed weights. Which kinds, layers and constants is a function of --seed alone.
+With --target-dtype bfloat16 every target is converted after its bug was planted, and bugs that this rounds
+away bit for bit are drawn again: the reference stays in float32. --no-twins judges by estimates alone.
 Each pair is recorded and aligned through the public API; a case that fails is a row, and the rest goes on.
 The naive rules of `mutation.naive` are judged on the same pairs.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import json
 import os
 import random
@@ -39,6 +42,7 @@ import mutation.kernels
 import mutation.models
 import mutation.program
 import mutation.weights  # noqa: F401
+import torch
 from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Truth, build, parse_name
 from mutation.naive import RULES, first_differing
 
@@ -52,7 +56,7 @@ class Row:
     """One case judged at one level of saving; what the JSON file holds.
 
     Attributes:
-      case, seed, save: what was run; together they identify the row.
+      case, seed, save, target_dtype, twins: what was run and how; together they identify the row.
       arch, kind: parts of the case's name.
       changes: "program", "kernel" or "weights" (what the planted bug changes), "" for a clean pair.
       attention, what: implementation of both models; the bug in words.
@@ -71,6 +75,8 @@ class Row:
     case: str
     seed: int
     save: str
+    target_dtype: str = ""
+    twins: bool = True
     arch: str = ""
     kind: str = ""
     changes: str = ""
@@ -97,8 +103,8 @@ class Row:
     seconds: float = 0.0
 
     @property
-    def key(self) -> tuple[str, int, str]:
-        return self.case, self.seed, self.save
+    def key(self) -> tuple[str, int, str, str, bool]:
+        return self.case, self.seed, self.save, self.target_dtype, self.twins
 
     @property
     def is_clean(self) -> bool:
@@ -168,13 +174,22 @@ def record_pair(built: Built, directory: Path, save: str) -> tuple[Path, Path]:
     return paths
 
 
-def run_case(name: str, seed: int, saves: Iterable[str], keep: Path | None = None) -> list[Row]:
+def run_case(
+    name: str,
+    seed: int,
+    saves: Iterable[str],
+    keep: Path | None = None,
+    *,
+    target_dtype: str = "",
+    twins: bool = True,
+) -> list[Row]:
     """Builds, records and judges one case; a failure becomes the rows' `error`."""
     arch, kind, _ = parse_name(name)
     changes = MUTANTS[kind].changes if kind in MUTANTS else ""
-    rows = [Row(case=name, seed=seed, save=save, arch=arch, kind=kind, changes=changes) for save in saves]
+    how: dict[str, Any] = {"target_dtype": target_dtype, "twins": twins, "arch": arch, "kind": kind}
+    rows = [Row(case=name, seed=seed, save=save, changes=changes, **how) for save in saves]
     try:
-        built = build(name, seed)
+        built = build(name, seed, getattr(torch, target_dtype) if target_dtype else None)
         claims = first_differing(built.subject)
     except Exception as error:
         for row in rows:
@@ -186,7 +201,8 @@ def run_case(name: str, seed: int, saves: Iterable[str], keep: Path | None = Non
         directory.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         try:
-            _judge(row, built.truth, dt.align(*record_pair(built, directory, row.save)))
+            traces = record_pair(built, directory, row.save)
+            _judge(row, built.truth, dt.align(*traces, twins=None if twins else False))
         except Exception as error:
             row.error = _message(error)
         finally:
@@ -315,6 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json", type=Path, metavar="FILE", help="results; rows that it holds are not run again"
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the traces under DIR")
+    parser.add_argument("--target-dtype", choices=("bfloat16", "float16"), default="", help="of targets")
+    parser.add_argument("--no-twins", dest="twins", action="store_false", help="judge by estimates alone")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     options = parser.parse_args(arguments)
 
@@ -329,17 +347,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(names))
         return 0
 
+    run = functools.partial(run_case, target_dtype=options.target_dtype, twins=options.twins)
     rows = load_rows(options.json) if options.json else []
     done = {row.key: row for row in rows if not row.error}
     rows = list(done.values())
     shown: list[Row] = []
     for name in names:
-        missing = [save for save in saves if (name, options.seed, save) not in done]
-        fresh = run_case(name, options.seed, missing, options.keep) if missing else []
+        keys = {save: (name, options.seed, save, options.target_dtype, options.twins) for save in saves}
+        missing = [save for save in saves if keys[save] not in done]
+        fresh = run(name, options.seed, missing, options.keep) if missing else []
         rows.extend(fresh)
         if options.json and fresh:
             save_rows(options.json, rows)
-        earlier = [done[name, options.seed, save] for save in saves if save not in missing]
+        earlier = [done[keys[save]] for save in saves if save not in missing]
         for row in (*earlier, *fresh):
             shown.append(row)
             print(describe(row), flush=True)

@@ -124,7 +124,8 @@ class _Joined:
         fatal = [f for f in self._programs.findings if f.fatal]
         if fatal:
             return self._other_program(fatal)
-        if outputs and all(o.explained for o in outputs):
+        doubts = self._second.noise.doubts
+        if outputs and all(o.explained and not doubts(o.flags) for o in outputs):
             return self._same_program()
         return _noticed(self._estimates, f"judged by estimates alone: {self._why_open(outputs)}")
 

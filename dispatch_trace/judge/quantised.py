@@ -29,6 +29,8 @@ HEALTHY = 1 / math.sqrt(12)
 WORST_RATIO = HEALTHY * 10 ** (3 / 20)
 MAX_LEVELS = 1 << 10
 _GROUPS = (0, 256, 128, 64, 32)
+# Share of a difference that may point along the original; scaling a weight by 1.01 is all along it.
+_MAX_BIAS = 0.5
 _SYMMETRIC_CODES = (7, 8, 15, 16, 31, 63, 127, 128, 255)
 
 
@@ -59,6 +61,8 @@ def grid_of(ref: Array, target: Array, roundoff: float) -> str | None:
     """
     matrix = target.reshape(target.shape[0], -1).astype(np.float64)
     original = ref.reshape(matrix.shape).astype(np.float64)
+    if _is_biased(matrix - original, original):
+        return None
     for name, values, wanted in (("row", matrix, original), ("column", matrix.T, original.T)):
         for group in _GROUPS:
             if group and (values.shape[1] % group or values.shape[1] == group):
@@ -69,6 +73,12 @@ def grid_of(ref: Array, target: Array, roundoff: float) -> str | None:
                 what = f"group of {group}" if group else name
                 return f"on a grid per {what}, RMSE/step {found:.3f}"
     return None
+
+
+def _is_biased(error: Array, original: Array) -> bool:
+    """Whether a difference goes along with what it is added to: rounding stands at right angles to it."""
+    square, along = float((original**2).sum()), float((error * original).sum())
+    return abs(along) > _MAX_BIAS * math.sqrt(float((error**2).sum()) * square)
 
 
 def _rows_on_grid(values: Array, wanted: Array, roundoff: float) -> float | None:
@@ -238,6 +248,6 @@ def _from_statistics(pairing: Pairing, link: Link, difference: Difference) -> st
         return None
     # Rounding is no bias: what is added stands at right angles to the original.
     bias = math.sqrt(float(np.dot(b, b)) / max(float(np.dot(a, a)), 1e-300)) * cosine(a, b) - 1.0
-    if abs(bias) > 0.5 * difference.rho:
+    if abs(bias) > _MAX_BIAS * difference.rho:
         return None
     return f"as if on a grid, step {step:.3g} (inferred from statistics)"

@@ -11,6 +11,7 @@ What differs by more stays as it is, element by element: that is a `parameter` f
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.metrics import FLOAT_FORMATS, coarser
-from dispatch_trace.schema import StoredRecord
+from dispatch_trace.schema import StoredContent, StoredRecord
 from dispatch_trace.store.layouts import dtype_from_name
 from dispatch_trace.store.reader import RankReader
 
@@ -65,12 +66,14 @@ class Leaves:
         self._pairing = pairing
         self._noise = noise
         self._ref: dict[int, Make] = {}
+        self._hashes: tuple[dict[int, str], dict[int, str]] = ({}, {})
         self._target: dict[int, Make] = {}
         self._late: dict[int, Value] = {}  # target content -> the reference's value that it stands for
         self._snapped: dict[Value, int] = {}  # computed value of the target -> leaf of the reference
         self.healed: list[Healed] = []
         self._roundings: Counter[tuple[str, str]] = Counter()
         self._unlike = 0
+        self._compared: tuple[set[int], set[int]] = (set(), set())  # contents, by side
         for links in list(pairing.links.values()):
             for link in links:
                 self._harmonise(link)
@@ -88,6 +91,19 @@ class Leaves:
         """The same for the target's run."""
         make = self._target.get(content)
         return None if make is None else make()
+
+    def hash(self, side: int, content: int, recorded: str) -> str:
+        """The hash of what a run reads for a content, "" where it has none.
+
+        Args:
+          side: 0 for the reference, 1 for the target.
+          recorded: the hash of what was recorded.
+        """
+        known = self._hashes[side].get(content)
+        if known is not None:
+            return known
+        replaced = content in (self._target if side else self._ref) or (side and content in self._late)
+        return "" if replaced else recorded
 
     def late(self, content: int) -> Value | None:
         """The computed value of the reference that a leaf of the target stands for."""
@@ -128,6 +144,9 @@ class Leaves:
     def _pair(self, link: Link, a: int, b: int, a_dtype: str, b_dtype: str) -> None:
         pairing = self._pairing
         first, second = pairing.ref.reader.content(a), pairing.target.reader.content(b)
+        if _numel(first) == _numel(second):
+            self._compared[0].add(a)
+            self._compared[1].add(b)
         if (first.hash and first.hash == second.hash) or not (first.has_data and second.has_data):
             return
         if a in self._ref or b in self._target:
@@ -137,10 +156,11 @@ class Leaves:
             return
         if ref.is_complex() or target.is_complex():
             return
-        error = _error(ref, target)
+        difference = pairing.compare(link)
+        error = difference.rho if difference.known else 0.0
         if a_dtype == b_dtype:
             if roundoff(a_dtype) > _COARSE and _one_unit_apart(ref, target, a_dtype):
-                self._target[b] = _taking(pairing.ref.reader, a)
+                self._give_ref(a, b)
                 self.healed.append(Healed(link.ref, link.target, error, "one unit in the last place"))
             else:
                 self._grid(link, a, b, error)
@@ -148,39 +168,51 @@ class Leaves:
         if not {a_dtype, b_dtype} <= FLOAT_FORMATS.keys():
             return
         common = coarser(a_dtype, b_dtype)
-        rounded = ref.to(dtype_from_name(common)).double()
-        other = target.reshape(ref.shape).to(dtype_from_name(common)).double()
-        same = _same(rounded, other) | _near(ref.double(), target.reshape(ref.shape).double(), common)
-        if bool(same.all()):
+        target = target.reshape(ref.shape)
+        rounded = ref.to(dtype_from_name(common))
+        same = _equal_rounded(ref, rounded, target, common)
+        if same is None or bool(same.all()):
             # The coarser side's own values: both were rounded to the same, or one of them twice.
             if common == b_dtype:
-                self._ref[a] = _taking(pairing.target.reader, b)
+                self._give_target(a, b)
             else:
-                self._target[b] = _taking(pairing.ref.reader, a)
+                self._give_ref(a, b)
             self._roundings[a_dtype, b_dtype] += 1
             self.healed.append(Healed(link.ref, link.target, error, f"rounded to {common}"))
         elif not self._grid(link, a, b, error):
             self._unlike += 1
-            wide, wide_target = ref.double(), target.reshape(ref.shape).double()
-            self._ref[a] = _holding(torch.where(same, rounded, wide))
-            self._target[b] = _holding(torch.where(same, rounded, wide_target))
+            self._ref[a] = _holding(torch.where(same, rounded.double(), ref.double()))
+            self._target[b] = _holding(torch.where(same, rounded.double(), target.double()))
+
+    def _give_ref(self, a: int, b: int) -> None:
+        """The target's run reads the reference's leaf."""
+        self._target[b] = _taking(self._pairing.ref.reader, a)
+        self._hashes[1][b] = self._pairing.ref.reader.content(a).hash
+
+    def _give_target(self, a: int, b: int) -> None:
+        """The reference's run reads the target's leaf."""
+        self._ref[a] = _taking(self._pairing.target.reader, b)
+        self._hashes[0][a] = self._pairing.target.reader.content(b).hash
 
     def _grid(self, link: Link, a: int, b: int, error: float) -> bool:
         """A weight rounded to a grid, as the estimates found."""
         state = self._noise.state(link.target)
         if not state.notes or not self._is_close(link):
             return False
-        self._ref[a] = _taking(self._pairing.target.reader, b)
+        self._give_target(a, b)
         self.healed.append(Healed(link.ref, link.target, error, state.notes[0]))
         return True
 
     def _round_unpaired(self) -> None:
-        """Parameters without counterpart (laid out otherwise), where all others were merely rounded."""
-        if len(self._roundings) != 1 or self._unlike:
+        """Parameters without counterpart (laid out otherwise), where the others were merely rounded."""
+        if len(self._roundings) != 1 or self._unlike > self._roundings.total() // 2:
             return
         ((a_dtype, b_dtype),) = self._roundings
         sides = (self._pairing.ref, self._ref, a_dtype), (self._pairing.target, self._target, b_dtype)
-        lone = [list(_unpaired(program, self._pairing, dtype)) for program, _, dtype in sides]
+        lone = [
+            _unpaired(program, compared, dtype)
+            for (program, _, dtype), compared in zip(sides, self._compared, strict=True)
+        ]
         if not (lone[0] and lone[1]):
             return
         common = coarser(a_dtype, b_dtype)
@@ -191,20 +223,24 @@ class Leaves:
                     known.setdefault(content, _rounding(program.reader, content, common))
 
 
-def _unpaired(program: Program, pairing: Pairing, dtype: str) -> list[StoredRecord]:
-    links = pairing.ref_links if program is pairing.ref else pairing.links
+def _unpaired(program: Program, compared: set[int], dtype: str) -> list[StoredRecord]:
+    """Parameters of a dtype that somebody reads, and that no parameter of the other side was held against."""
     return [
         record
         for versions in program.params.values()
         for record in versions
         if record.slots[0].dtype == dtype
         and record.slots[0].content >= 0
-        and not links.get((record.seq, 0))
+        and record.slots[0].content not in compared
         and program.consumers.get((record.seq, 0))
     ]
 
 
 # Values -----------------------------------------------------------------------------------------------
+
+
+def _numel(content: StoredContent) -> int:
+    return math.prod(content.shape)
 
 
 def _load(reader: RankReader, content: int) -> torch.Tensor | None:
@@ -232,6 +268,21 @@ def _holding(value: torch.Tensor) -> Make:
     return lambda: value.clone()  # a run takes over the memory of what it is given
 
 
+def _equal_rounded(
+    ref: torch.Tensor, rounded: torch.Tensor, target: torch.Tensor, dtype: str
+) -> torch.Tensor | None:
+    """Where two leaves round to the same; None for everywhere.
+
+    Args:
+      ref, target: [*shape].
+      rounded: `ref` in `dtype`, the coarser one.
+    """
+    other = target.to(rounded.dtype)
+    if torch.equal(rounded, other):
+        return None
+    return _same(rounded.double(), other.double()) | _near(ref.double(), target.double(), dtype)
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     huge = (a.abs() >= EXTREME) & (b.abs() >= EXTREME) & (a.sign() == b.sign())
     return (a == b) | (a.isnan() & b.isnan()) | huge
@@ -254,11 +305,3 @@ def _one_unit_apart(ref: torch.Tensor, target: torch.Tensor, dtype: str) -> bool
     a, b = ref.double(), target.reshape(ref.shape).double()
     step = torch.maximum(_unit(a, dtype), _unit(b, dtype))
     return bool((_same(a, b) | ((a - b).abs() <= step)).all())
-
-
-def _error(ref: torch.Tensor, target: torch.Tensor) -> float:
-    a, b = ref.double(), target.reshape(ref.shape).double()
-    keep = (a.abs() < EXTREME) & (b.abs() < EXTREME)
-    a, b = a[keep], b[keep]
-    scale = float(a.norm())
-    return float((b - a).norm()) / scale if scale else 0.0

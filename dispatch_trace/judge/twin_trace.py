@@ -53,7 +53,13 @@ class TwinTrace:
       execution: what ran and what did not.
     """
 
-    def __init__(self, reader: RankReader, leaf: Leaf) -> None:
+    def __init__(self, reader: RankReader, leaf: Leaf, hash: Callable[[int, str], str]) -> None:
+        """
+        Args:
+          reader: the recording.
+          leaf: what the run reads in place of a recorded content, None for what was recorded.
+          hash: the hash of what it reads, from the content and its recorded hash; "" for none.
+        """
         self.path: Path = reader.path
         self.rank = reader.rank
         self.header: dict[str, Any] = reader.header
@@ -67,6 +73,7 @@ class TwinTrace:
         self.execution = Execution()
         self._reader = reader
         self._leaf = leaf
+        self._hash = hash
         self._records: list[StoredRecord] = []
         self._values: list[Fingerprint | int] = []  # of a leaf its recorded content, until it is asked for
         self._leaves: dict[int, int] = {}
@@ -220,6 +227,11 @@ class TwinTrace:
                 yield number, found
 
     def content(self, number: int) -> StoredContent:
+        recorded = self._values[number]
+        if isinstance(recorded, int):
+            # What was recorded of a leaf is near enough, and costs no second look at every weight.
+            known = self._reader.content(recorded)
+            return replace(known, id=number, dtype="float64", hash=self._hash(recorded, known.hash))
         found = self.value(number)
         if found is None:
             return StoredContent(id=number, dtype="float64", shape=())

@@ -39,7 +39,7 @@ class Fingerprint:
 
     Attributes:
       shape: of the tensor.
-      stats: n, nan, posinf, neginf, zeros, and min, max, sum, abs_sum, sq_sum over elements of ordinary size.
+      stats: n, nan, posinf, neginf, and min, max, sum, sq_sum over elements of ordinary size.
       sketch: [K] float64; elements that are not finite, or as large as a mask's, count as 0.
       pattern: a hash of the places of those, b"" where there are none.
       data: the elements, [*shape] float64, complex128 or integers; None where they were not kept.
@@ -94,9 +94,9 @@ def fingerprint(value: torch.Tensor, *, keep: bool = False) -> Fingerprint | Non
         data = numbers.numpy().copy()
     flat = torch.view_as_real(numbers) if numbers.is_complex() else numbers
     elements = flat.reshape(-1).numpy()
-    stats: dict[str, int | float | None] = dict.fromkeys(("nan", "posinf", "neginf", "zeros"), 0)
+    stats: dict[str, int | float | None] = dict.fromkeys(("nan", "posinf", "neginf"), 0)
     stats |= {"n": int(elements.shape[0]), "min": None, "max": None}
-    sums = np.zeros(3)
+    sums = np.zeros(2)
     sketch = np.zeros(K)
     pattern = xxhash.xxh3_128()
     for start in range(0, elements.shape[0], CHUNK):
@@ -104,7 +104,7 @@ def fingerprint(value: torch.Tensor, *, keep: bool = False) -> Fingerprint | Non
         chunk = part if part.dtype == np.float64 else part.astype(np.float64)
         clean = _add(stats, sums, pattern, start, chunk)
         sketch += fold_chunk(clean, start)
-    stats |= {"sum": float(sums[0]), "abs_sum": float(sums[1]), "sq_sum": float(sums[2])}
+    stats |= {"sum": float(sums[0]), "sq_sum": float(sums[1])}
     return Fingerprint(tuple(value.shape), stats, sketch, _digest(pattern, stats), data)
 
 
@@ -112,8 +112,8 @@ def _add(
     stats: dict[str, int | float | None], sums: Floats, pattern: Any, start: int, chunk: Floats
 ) -> Floats:
     """Takes a chunk into the moments; returns it with 0 in place of what is not of ordinary size."""
-    low, high = float(chunk.min()), float(chunk.max())
-    if not (low > -EXTREME and high < EXTREME):  # NaN makes this true as well
+    square = float(np.dot(chunk, chunk))
+    if not square < EXTREME**2:  # NaN makes this true as well
         odd = ~(np.abs(chunk) < EXTREME)
         kinds = np.where(np.isnan(chunk[odd]), 2.0, np.sign(chunk[odd]))
         pattern.update((np.flatnonzero(odd) + start).tobytes())
@@ -127,15 +127,14 @@ def _add(
         stats["odd"] = int(stats.get("odd") or 0) + int(odd.sum())
         ordinary = chunk[~odd]
         chunk = np.where(odd, 0.0, chunk)
-        if not ordinary.size:
-            return chunk
-        low, high = float(ordinary.min()), float(ordinary.max())
-        stats["zeros"] = int(stats["zeros"] or 0) + int(ordinary.size - np.count_nonzero(ordinary))
+        square = float(np.dot(chunk, chunk))
     else:
-        stats["zeros"] = int(stats["zeros"] or 0) + int(chunk.size - np.count_nonzero(chunk))
-    stats["min"] = low if stats["min"] is None else min(stats["min"], low)
-    stats["max"] = high if stats["max"] is None else max(stats["max"], high)
-    sums += (chunk.sum(), np.abs(chunk).sum(), float(np.dot(chunk, chunk)))
+        ordinary = chunk
+    if ordinary.size:
+        low, high = float(ordinary.min()), float(ordinary.max())
+        stats["min"] = low if stats["min"] is None else min(stats["min"], low)
+        stats["max"] = high if stats["max"] is None else max(stats["max"], high)
+        sums += (chunk.sum(), square)
     return chunk
 
 
@@ -166,10 +165,10 @@ def similar(ref: Fingerprint, target: Fingerprint, limit: float) -> bool:
     for name in ("nan", "posinf", "neginf"):
         if ref.stats[name] != target.stats[name]:
             return False
-    size = float(ref.stats["abs_sum"] or 0.0)
+    square = float(ref.stats["sq_sum"] or 0.0)
+    size = math.sqrt(ref.numel * square)  # at least the sum of absolute values
     if abs(float(target.stats["sum"] or 0.0) - float(ref.stats["sum"] or 0.0)) > limit * size:
         return False
-    square = float(ref.stats["sq_sum"] or 0.0)
     return abs(float(target.stats["sq_sum"] or 0.0) - square) <= 2 * limit * square
 
 

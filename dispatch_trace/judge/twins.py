@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -71,7 +72,7 @@ def run_twins(pairing: Pairing, noise: NoisePass, progress: Progress | None = No
         return None if progress is None else lambda done, total: progress(done, total, what)
 
     leaves = Leaves(pairing, noise)
-    ref = TwinTrace(pairing.ref.reader, leaves.ref)
+    ref = TwinTrace(pairing.ref.reader, leaves.ref, partial(leaves.hash, 0))
     ref.run(keep=leaves.kept, progress=running("running the reference in float64"))
 
     def target_leaf(content: int) -> torch.Tensor | None:
@@ -80,7 +81,7 @@ def run_twins(pairing: Pairing, noise: NoisePass, progress: Progress | None = No
         data = ref.array(number) if number >= 0 else None
         return leaves.target(content) if data is None else torch.from_numpy(data.copy())
 
-    target = TwinTrace(pairing.target.reader, target_leaf)
+    target = TwinTrace(pairing.target.reader, target_leaf, partial(leaves.hash, 1))
     search = _Search(pairing, ref)
     target.run(put=leaves.snapped, seen=search.look, progress=running("running the target in float64"))
     programs = [Program(cast(RankReader, twin), steps=pairing.steps) for twin in (ref, target)]

@@ -193,10 +193,14 @@ class Built:
     draws: int
 
 
-def build(name: str, seed: int) -> Built:
-    """The case `arch-kind-number`, a function of its name and the seed.
+def build(name: str, seed: int, target_dtype: torch.dtype | None = None) -> Built:
+    """The case `arch-kind-number`, a function of its name, the seed and the target's dtype.
 
     A draw whose bug does not reach the output (a corrupted element that the mask hides) is drawn again.
+
+    Args:
+      target_dtype: the target, once it has its bug, is converted to this dtype; a bug that this rounds away
+        bit for bit is drawn again. None: both models stay in float32.
 
     Raises:
       ValueError: there is no such architecture or kind.
@@ -221,6 +225,10 @@ def build(name: str, seed: int) -> Built:
         exact = copy.deepcopy(subject.reference).double()
         noise = _worst_distance(reference, _run(exact, subject.inputs, []))
         if harmless or effect > _MIN_EFFECT_OVER_NOISE * noise:
+            if target_dtype is not None:
+                convert(subject.target, target_dtype)
+                if not harmless and _is_rounded_away(subject, target_dtype):
+                    continue
             return Built(
                 subject=subject,
                 truth=truth,
@@ -230,6 +238,20 @@ def build(name: str, seed: int) -> Built:
                 draws=attempt + 1,
             )
     raise AssertionError(f"{name}: none of {_MAX_DRAWS} draws reached the output")
+
+
+def convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: rotary frequencies stay float32, as they do in a loaded checkpoint."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _is_rounded_away(subject: Subject, dtype: torch.dtype) -> bool:
+    """Whether the converted target gives, bit for bit, what the reference would in its dtype."""
+    clean = copy.deepcopy(subject.reference)
+    convert(clean, dtype)
+    sound = _run(clean, subject.inputs, subject.around_reference)
+    return all(map(torch.equal, subject.run_target(), sound))
 
 
 def parse_name(name: str) -> tuple[str, str, int]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_model
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
-from .cases import Subject, clean
+from .cases import Subject, clean, convert
 from .models import is_attention, is_linear, is_norm
 
 FLOAT32_NOISE = 1e-5
@@ -77,15 +77,15 @@ def norm_decomposed(subject: Subject) -> float:
 @clean()
 def bfloat16_target(subject: Subject) -> float:
     """A bfloat16 run against the float32 reference."""
-    _to_bfloat16(subject.target)
+    convert(subject.target, torch.bfloat16)
     return BFLOAT16_NOISE
 
 
 @clean()
 def bfloat16_threads(subject: Subject) -> float:
     """Two bfloat16 runs with different numbers of threads."""
-    _to_bfloat16(subject.reference)
-    _to_bfloat16(subject.target)
+    convert(subject.reference, torch.bfloat16)
+    convert(subject.target, torch.bfloat16)
     return threads(subject) * BFLOAT16_NOISE / FLOAT32_NOISE
 
 
@@ -188,9 +188,3 @@ def _other_norm(norm: Any) -> None:
         return centred / torch.sqrt(variance + norm.eps) * norm.weight + norm.bias
 
     norm.forward = forward
-
-
-def _to_bfloat16(model: torch.nn.Module) -> None:
-    # Parameters only: rotary frequencies stay float32, as they do in a loaded checkpoint.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
