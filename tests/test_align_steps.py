@@ -366,6 +366,13 @@ def test_a_request_is_compared_as_far_as_both_runs_got_the_same_tokens(tmp_path:
     assert any("tokens 4 and 6" in n for n in align(tmp_path / "told", ref, told).notices)
 
 
+def test_another_prompt_is_another_input_and_no_tie(tmp_path: Path) -> None:
+    other = [call([[1, 2, 6, 0]], ["a"], [[0, 1, 2, 2]])]
+    found = align(tmp_path, [call([[1, 2, 3]], ["a"], [[0, 1, 2]])], other)
+    assert found.verdict == "diverged" and found.first is not None
+    assert found.first.label == "argument" and found.first.module == ""
+
+
 def test_rejected_proposals_are_replaced_by_what_came_after(tmp_path: Path) -> None:
     target = [
         *ALONE[:2],

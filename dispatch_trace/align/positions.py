@@ -14,7 +14,6 @@ from typing import Any
 
 from dispatch_trace.schema import StepInfo
 
-NO_POSITION = -1
 _TOKEN_KEYS = ("tokens", "input_ids", "token_ids")
 
 
@@ -25,14 +24,14 @@ class Cell:
     Attributes:
       row, place: where it stands: row of the batch, place in the row.
       request: id of its request; "row 2" where the step names none.
-      position: of the token in its request, `NO_POSITION` where the step has none (a vision encoder).
+      position: of the token in its request; 0 where the step has none (a vision encoder).
       token: the input token there, None where unknown.
     """
 
     row: int
     place: int
     request: str
-    position: int = NO_POSITION
+    position: int = 0
     token: int | None = None
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dispatch_trace.align.positions import NO_POSITION, Cell, StepRows
+from dispatch_trace.align.positions import Cell, StepRows
 from dispatch_trace.align.steps import StepPair
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -221,7 +221,9 @@ class _Request:
         self.cells = cells
         self._offsets = offsets
         # Keys are what the request has seen up to here.
-        self.num_keys = max((a.position for a, _ in cells), default=NO_POSITION) + 1
+        self.num_keys = max((a.position for a, _ in cells), default=-1) + 1
+        if not (ref.tokens and target.tokens):
+            self.num_keys = 0  # nothing was said of positions
         self._in_step = tuple(_own_keys(rows, name, self.num_keys) for rows in (ref, target))
         self._tokens = (ref.tokens, target.tokens)
 

@@ -14,16 +14,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from dispatch_trace.align.positions import NO_POSITION, Cell, StepRows, rows_of
+from dispatch_trace.align.positions import Cell, StepRows, rows_of
+from dispatch_trace.align.requests import (
+    StepKey,
+    differ,
+    earlier_place,
+    left_padding,
+    lives_of,
+    match_ids,
+    prompts_of,
+    read_tokens,
+    renamed,
+    unnamed,
+)
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.schema import StepInfo
 from dispatch_trace.store.reader import RankReader
-
-StepKey: TypeAlias = tuple[str, int]  # model, number
-# A request may come back (the same id again, or all of it computed anew): its n-th life.
-_Life: TypeAlias = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,12 +165,6 @@ def _by_target(units: Iterable[StepPair]) -> dict[StepKey, list[StepPair]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    step: StepKey
-    cell: Cell
-
-
 class _ModelSteps:
     """The steps of one model in both traces."""
 
@@ -200,24 +202,28 @@ class _ModelSteps:
 
     def _by_cells(self, plan: StepPlan) -> dict[tuple[StepKey, StepKey], StepPair]:
         for side in (0, 1):
-            tokens = _read_tokens(self._readers[side], self.steps[side], self.rows[side])
+            tokens = read_tokens(self._readers[side], self.steps[side], self.rows[side])
             self.rows[side].update(tokens)
         rows = self._common_names(plan)
-        lives = [_lives(rows[side]) for side in (0, 1)]
+        lives = [lives_of(rows[side]) for side in (0, 1)]
         used: tuple[set[StepKey], set[StepKey]] = (set(), set())
         behind: tuple[set[StepKey], set[StepKey]] = (set(), set())
         units: dict[tuple[StepKey, StepKey], StepPair] = {}
         lonely = 0
         for life, ours in lives[1].items():
             theirs = lives[0].get(life, {})
+            # Another prompt is another input, to be found as such; only what was sampled may differ by a tie.
+            first = next(iter(theirs.values())).step if theirs else None
             tied = False
             for position in sorted(ours):
                 b = ours[position]
-                a = theirs.get(position) or _earlier(lives[0], life, position)
+                a = theirs.get(position) or earlier_place(lives[0], life, position)
                 if a is None:
-                    lonely += 1
+                    if tied:
+                        behind[1].add(b.step)
+                    lonely += not tied
                     continue
-                if not tied and a.cell.token is not None and b.cell.token not in (None, a.cell.token):
+                if not tied and a.step != first and differ(a.cell, b.cell):
                     tied = True
                     plan.notices.append(
                         f"request {life[0]!r} is compared up to position {position - 1}: there the runs go "
@@ -238,7 +244,7 @@ class _ModelSteps:
                         target_rows=rows[1][b.step],
                     )
                 unit.cells.append((a.cell, b.cell))
-                unit.offsets[life[0]] = (_offset(rows[0], theirs), _offset(rows[1], ours))
+                unit.offsets[life[0]] = (left_padding(rows[0], theirs), left_padding(rows[1], ours))
                 used[0].add(a.step)
                 used[1].add(b.step)
             if tied:
@@ -256,91 +262,13 @@ class _ModelSteps:
         rows = [dict(self.rows[0]), dict(self.rows[1])]
         named = [all(r.named for r in side.values()) for side in rows]
         if not all(named):
-            return [{k: _unnamed(r) for k, r in side.items()} for side in rows]
-        prompts = [_prompts(side) for side in rows]
+            return [{k: unnamed(r) for k, r in side.items()} for side in rows]
+        prompts = [prompts_of(side) for side in rows]
         if prompts[0] and len(prompts[0]) == len(prompts[1]) and not set(prompts[0]) & set(prompts[1]):
-            same, how = _matched_ids(*prompts)
-            rows[1] = {k: _renamed(r, same) for k, r in rows[1].items()}
+            same, how = match_ids(*prompts)
+            rows[1] = {k: renamed(r, same) for k, r in rows[1].items()}
             plan.notices.append(f"no request id occurs in both traces: requests pair {how}")
         return rows
-
-
-def _prompts(rows: Mapping[StepKey, StepRows]) -> dict[str, tuple[int | None, ...]]:
-    """The tokens of each request's first step, in order of appearance."""
-    found: dict[str, tuple[int | None, ...]] = {}
-    for table in rows.values():
-        new: dict[str, list[int | None]] = defaultdict(list)
-        for cell in table.cells:
-            if cell.request not in found:
-                new[cell.request].append(cell.token)
-        found |= {request: tuple(tokens) for request, tokens in new.items()}
-    return found
-
-
-def _matched_ids(
-    ref: Mapping[str, tuple[int | None, ...]], target: Mapping[str, tuple[int | None, ...]]
-) -> tuple[dict[str, str], str]:
-    """The target's ids to the reference's: by prompt where prompts are known and differ, else in order."""
-    by_prompt = {tokens: request for request, tokens in ref.items()}
-    known = None not in {token for tokens in ref.values() for token in tokens}
-    if known and len(by_prompt) == len(ref) and set(by_prompt) == set(target.values()):
-        return {request: by_prompt[tokens] for request, tokens in target.items()}, "by prompt"
-    return dict(zip(target, ref, strict=True)), "in order of appearance"
-
-
-def _unnamed(rows: StepRows) -> StepRows:
-    return _renamed(rows, {c.request: f"row {c.row}" for c in rows.cells} if not rows.packed else {})
-
-
-def _renamed(rows: StepRows, names: Mapping[str, str]) -> StepRows:
-    cells = tuple(
-        Cell(c.row, c.place, names.get(c.request, c.request), c.position, c.token) for c in rows.cells
-    )
-    return StepRows(rows.batch, rows.tokens, cells, rows.named, rows.packed)
-
-
-def _lives(rows: Mapping[StepKey, StepRows]) -> dict[_Life, dict[int, _Place]]:
-    """Where each position of each life of a request is computed for good.
-
-    A later step that goes back (rejected proposals) replaces what it computes again. One that starts from
-    position 0 again adds what is new (no cache), or is the next life where nothing is.
-    """
-    found: dict[_Life, dict[int, _Place]] = {}
-    life: dict[str, int] = {}
-    for step, table in rows.items():
-        by_request: dict[str, list[Cell]] = defaultdict(list)
-        for cell in table.cells:
-            by_request[cell.request].append(cell)
-        for request, cells in by_request.items():
-            known = found.setdefault((request, life.setdefault(request, 0)), {})
-            last = max(known, default=-2)
-            again = bool(known) and cells[0].position in (0, NO_POSITION)
-            if again and max(c.position for c in cells) <= last:
-                life[request] += 1
-                known = found[(request, life[request])] = {}
-                again = False
-            for cell in cells:
-                if not again or cell.position > last:
-                    known[cell.position] = _Place(step, cell)
-    return found
-
-
-def _earlier(lives: Mapping[_Life, dict[int, _Place]], life: _Life, position: int) -> _Place | None:
-    """A request that one run alone computed anew: what it had before is in an earlier life."""
-    request, number = life
-    for earlier in range(number - 1, -1, -1):
-        place = lives.get((request, earlier), {}).get(position)
-        if place is not None and (request, number) not in lives:
-            return place
-    return None
-
-
-def _offset(rows: Mapping[StepKey, StepRows], places: Mapping[int, _Place]) -> int:
-    """How far a request's tokens stand from their positions in the table of its first step."""
-    first = places.get(0)
-    if first is None or rows[first.step].packed:
-        return 0
-    return first.cell.place
 
 
 def _by_order(
@@ -362,43 +290,6 @@ def _by_order(
         [key for name, key in keyed[0].items() if name not in keyed[1]],
         [key for name, key in keyed[1].items() if name not in keyed[0]],
     )
-
-
-def _read_tokens(
-    reader: RankReader, steps: Iterable[StepInfo], rows: Mapping[StepKey, StepRows]
-) -> dict[StepKey, StepRows]:
-    """Rows again, with the tokens that the root module was called with, where the metadata has none."""
-    wanted = {
-        (s.model, s.step): s
-        for s in steps
-        if (r := rows.get((s.model, s.step))) is not None and any(c.token is None for c in r.cells)
-    }
-    found: dict[StepKey, StepRows] = {}
-    if not any(rows[key].tokens for key in wanted):
-        return found
-    for record in reader.records(kind="module", module="", call=0):
-        key = (record.model, record.step)
-        if key not in wanted or record.grad_phase != "fwd" or not rows[key].tokens:
-            continue
-        for slot in record.slots:
-            named = slot.name == "in[0]" or slot.name.endswith(("ids", "tokens"))
-            if slot.role != "in" or not named or "position" in slot.name:
-                continue
-            if slot.dtype not in ("int64", "int32"):
-                continue
-            count = 1
-            for size in slot.shape:
-                count *= size
-            if slot.content < 0 or count != rows[key].batch * rows[key].tokens:
-                continue
-            array = reader.array(slot.content) if reader.content(slot.content).has_data else None
-            if array is None:
-                continue
-            again = rows_of(wanted[key], [int(t) for t in array.reshape(-1)])
-            if isinstance(again, StepRows):
-                found[key] = again
-            break
-    return found
 
 
 def _rounds(units: list[StepPair]) -> list[list[StepPair]]:
