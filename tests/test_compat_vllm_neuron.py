@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -247,6 +248,18 @@ def test_empty_directories_are_errors(tmp_path: Path) -> None:
         open_ranks(tmp_path)
 
 
+def test_numbers_that_the_tool_would_not_write_are_passed_over(tmp_path: Path) -> None:
+    step = write_step(tmp_path / "dp0", "decode_b1_0", {"a": values(1)})
+    torch.save(values(2), step / "a" / "rank00.pt")
+    shutil.copytree(step, tmp_path / "dp00" / "decode_b1_0")
+    shutil.copytree(step, tmp_path / "dp0" / "decode_b1_00")
+    trace = dt.open(tmp_path)
+    (record,) = trace.records
+    assert torch.equal(record.tensor("out"), values(1)) and len(trace.steps) == 1
+    (notice,) = [notice for notice in trace.header["notices"] if notice.startswith("passed over")]
+    assert "dp0/decode_b1_00" in notice and "a/rank00.pt" in notice
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret.pt"
     torch.save(values(5), secret)
@@ -358,6 +371,14 @@ def test_opening_reads_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert record.slot("out").shape == (2, 3)
     with pytest.raises(AssertionError, match="the data were read"):
         record.stats("out")
+
+
+def test_a_dump_shows_as_a_table(tmp_path: Path) -> None:
+    write_step(tmp_path / "dp0", "decode_b1_0", {"fc": values(), "manual.X": values(1)})
+    trace = dt.open(tmp_path)
+    table = trace.to_pandas()
+    assert list(table["kind"]) == ["inline", "module"] and list(table["slot"]) == ["out", "out"]
+    assert "complete" in trace._repr_html_() and not trace.executable
 
 
 def test_metadata_beside_the_step_counts_too(tmp_path: Path) -> None:

@@ -27,9 +27,8 @@ FORMAT = "vLLM-Neuron capture layout"
 _MAX_NAMED = 5
 
 LOSSES = (
-    "the layout keeps of each module one output tensor, of its last call, and no inputs: "
-    "what more the other trace has was left out by choice",
-    "the layout does not say in which order modules ran, or whether the dump was finished",
+    "no inputs, one output of the last call of a module: the rest was left out by choice",
+    "in which order modules ran, and whether the dump was finished, is not known",
 )
 
 
@@ -98,7 +97,7 @@ def _rank(
     if num_by_time:
         notices.append(
             f"the place of {num_by_time} of {len(steps)} steps is known from file times only, "
-            "which a copy may have changed"
+            "which copies change"
         )
     if strangers:
         named = ", ".join(strangers[:_MAX_NAMED])

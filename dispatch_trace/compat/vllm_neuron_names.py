@@ -18,9 +18,11 @@ PREFIXES: dict[Phase, str] = {"prefill": "prefill_s", "decode": "decode_b"}
 SUBDIRECTORIES = ("target", "draft", "vision")
 MANUAL = "manual."
 META_SUFFIX = "_meta.json"
-RANK_FILE = re.compile(r"rank(\d{1,9})\.pt")
-DP_DIRECTORY = re.compile(r"dp(\d{1,9})")
-_STEP_DIRECTORY = re.compile(r"(prefill_s|decode_b)(\d{1,18})_(\d{1,18})")
+# As that tool writes numbers: rank01.pt would be a second rank 1.
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+RANK_FILE = re.compile(rf"rank{_NUMBER}\.pt")
+DP_DIRECTORY = re.compile(f"dp{_NUMBER}")
+_STEP_DIRECTORY = re.compile(f"(prefill_s|decode_b){_NUMBER}_{_NUMBER}")
 _QUOTED = re.compile(r"(?:%[0-9A-F]{2})+")
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-+=@,()[]#")
 _COUNTED = re.compile(r"(.+)_([1-9]\d{0,8})", re.DOTALL)
