@@ -234,3 +234,40 @@ def test_a_permuted_value_is_recognised() -> None:
     assert [how for how, turned in permutations(b) if distance(theirs, turned) < 1e-9] == [
         "permuted (1, 2, 0)"
     ]
+
+
+# Casts -------------------------------------------------------------------------------------------------
+
+
+def cast_inputs(*blocks: int) -> Callable[[Any], Any]:
+    """The inputs of these blocks' projections pass through bfloat16, though everything around is float32."""
+
+    def change(model: Any) -> None:
+        for number in blocks:
+            for linear in (model.blocks[number].up, model.blocks[number].down):
+                forward = linear.forward
+                linear.forward = lambda x, forward=forward: forward(x.bfloat16().float())
+
+    return change
+
+
+def test_one_undeclared_cast_is_a_fault_of_its_op(tmp_path: Path) -> None:
+    def change(model: Any) -> None:
+        up = model.blocks[1].up
+        forward = up.forward
+        up.forward = lambda x: forward(x.bfloat16().float())
+
+    found = aligned(tmp_path, net(), changed(change))
+    assert found.verdict == "diverged"
+    assert (found.first.label, found.first.module, found.first.op) == (
+        "introduced",
+        "blocks.1.up",
+        "aten._to_copy",
+    )
+    assert found.first.judge == "estimates" and found.first.evidence["output_error"] > 1e-5
+
+
+def test_casting_most_products_is_how_the_target_computes(tmp_path: Path) -> None:
+    found = aligned(tmp_path, net(), changed(cast_inputs(0, 1, 2)))
+    assert found.verdict == "inconclusive"
+    assert "undeclared cast" in " ".join(found.reasons)

@@ -6,7 +6,7 @@ Twins answer "is the target another program?", estimates "does it compute its pr
   listed as a suspect.
 * Twins explain every output: the programs are one. What the estimates hold against its structure, wiring or
   arguments is refuted, unless the recorded outputs are farther from the program's own float64 ones than
-  rounding takes them; a fault of a kernel or of precision stands.
+  rounding takes them; a fault of a kernel or of precision stands, and a lone undeclared cast becomes one.
 * Twins cannot tell: the estimates alone speak, and a notice says why.
 
 Every finding says which judge it came from (`Finding.judge`, `evidence["judge"]`).
@@ -22,6 +22,7 @@ from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.executable import check_executable
+from dispatch_trace.judge.casts import lone_casts
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.findings import Finding, Judgement
 from dispatch_trace.judge.golden import Golden
@@ -147,11 +148,28 @@ class _Joined:
             else f
             for f in self._estimates.findings
         ]
+        if not sound and not any(f.fatal for f in findings):
+            findings = self._blame_casts(findings)
         reasons = self._estimates.reasons
         if sound and not any(f.fatal for f in findings):
             reasons = [r for r in reasons if not _is_settled(r)]
         findings = [*(f for f in findings if f.fatal), *(f for f in findings if not f.fatal)]
         return replace(self._estimates, findings=findings, reasons=reasons)
+
+    def _blame_casts(self, findings: list[Finding]) -> list[Finding]:
+        """Where the outputs are worse than rounding makes them: the first cast that is no policy, if any."""
+        granted = {seq for o in self._first.outputs for kind, seq in o.flags if kind == "cast"}
+        alone = [seq for seq in lone_casts(self._first.noise) if seq in granted]
+        first = next((f for f in findings if f.label == "suspect" and f.seq in alone[:1]), None)
+        if first is None:
+            return findings
+        evidence = {**first.evidence, "output_error": self._worst_error()}
+        blamed = replace(first, label="introduced", fatal=True, evidence=evidence)
+        return [blamed if f is first else f for f in findings]
+
+    def _worst_error(self) -> float:
+        known = [o.difference.rho for o in self._first.outputs if o.difference.known]
+        return max(known, default=0.0)
 
     def _stands(self, finding: Finding) -> bool:
         """Whether a finding of the estimates is about how the target computes, not about what."""
