@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from dispatch_trace.align.arrival import by_arrival, has_no_order
 from dispatch_trace.align.canon import dtype_class, is_factory, short
 from dispatch_trace.align.content import Comparer, Difference, Rows, same_class
 from dispatch_trace.align.graph import CallKey, Origin, Program, Value
@@ -250,9 +251,13 @@ def _pair_ops(pairing: Pairing, *, ignore_sizes: bool, progress: Progress | None
         _bodies(pairing.ref, pairing.calls, lambda key: key),
         _bodies(pairing.target, backward, lambda key: backward[key]),
     ]
-    order = [key for key in bodies[1] if key in bodies[0]]
+    order = sorted((key for key in bodies[1] if key in bodies[0]), key=has_no_order)
     for done, key in enumerate(order):
-        for pair in aligner.align(bodies[0][key], bodies[1][key]):
+        first, second = bodies[0][key], bodies[1][key]
+        if has_no_order(key):
+            first = by_arrival(pairing.ref, first, None, pairing.ref)
+            second = by_arrival(pairing.target, second, aligner.partner, pairing.ref)
+        for pair in aligner.align(first, second):
             pairing.ops[pair.target] = pairing.ops_by_ref[pair.ref] = pair
         if progress is not None and done % 64 == 0:
             progress(done, len(order), "aligning ops")
