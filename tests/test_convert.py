@@ -327,6 +327,31 @@ def test_where_code_around_a_module_may_be_wrong_instead_the_call_around_both_is
     assert alignment.first.hint == "either its own code before 1.o, or 1.o"
 
 
+class Backwards(nn.Module):
+    """Runs its modules against the order of their names, with code between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.b(x).tanh())
+
+
+@pytest.mark.parametrize("level", ["op", "module"])
+def test_the_reference_knows_in_which_order_modules_ran(level: str, tmp_path: Path) -> None:
+    def backwards() -> nn.Module:
+        torch.manual_seed(0)
+        return Backwards().eval()
+
+    def other_bias(model: Any) -> None:
+        model.b.bias += 1
+
+    ref = record(tmp_path / "ref", backwards(), batch(), level=level)
+    alignment = dt.align(ref, dump_of(tmp_path / "target", changed(other_bias, backwards()), batch()))
+    assert [finding.module for finding in alignment.findings if finding.fatal] == ["b"]
+
+
 def test_a_dump_of_some_modules_matches_where_one_returns_the_final_output(tmp_path: Path) -> None:
     ref = record(tmp_path / "ref", net(), batch())
     dump = dump_of(tmp_path / "same", net(), batch())

@@ -206,19 +206,25 @@ class Flow:
         return list(dict.fromkeys(link.target for link in links))
 
     def _earlier(self, call: Call) -> list[Value]:
-        """What the calls that had ended before this one return, in the innermost call around that has any."""
+        """What the code around a call may have made its inputs of: results of earlier calls within the same
+        call, and what that was given; where it is not known who made those, the same one level up."""
+        found: list[Value] = []
         around = call.parent
         while around is not None:
-            found = [
+            found += [
                 value
                 for child in around.children
                 if child.closed < call.opened
                 for value in self._returns(child)
             ]
-            if found:
-                return found
+            record = around.record
+            given = [] if record is None else [s for s in self._ref.inputs(record) if s.content >= 0]
+            makers = [[v for v in self._returned[slot.content] if v[0] < call.opened] for slot in given]
+            found += [value for values in makers for value in values]
+            if given and all(makers):
+                break
             around = around.parent
-        return []
+        return found
 
     def _returns(self, call: Call) -> list[Value]:
         if call.record is None:

@@ -58,10 +58,11 @@ class UnfedBlame:
         if not self._noise.flow.order_is_known(value):
             return self._unordered(value, label, evidence)
         outside = self._noise.flow.between(value)
-        owner = self._owner(value, outside)
+        heavy = [r for r in outside if family(r.op) not in _SUMS]
+        owner = self._owner(value, heavy, outside)
         if owner is None:
             return self._sites.finding(record, None, label, evidence, state, hint=hint)
-        evidence["candidates"] = [record.module, *dict.fromkeys(r.op for r in outside)][:_MAX_NAMED]
+        evidence["candidates"] = [record.module, *dict.fromkeys(r.op for r in heavy or outside)][:_MAX_NAMED]
         hint = f"either its own code before {record.module or '(root)'}, or {record.module or '(root)'}"
         return self._sites.finding(owner, None, label, evidence, state, hint=hint, where=record)
 
@@ -93,11 +94,10 @@ class UnfedBlame:
             if slot.role == "out" and slot.is_tensor
         )
 
-    def _owner(self, value: Value, outside: list[StoredRecord]) -> Call | None:
+    def _owner(self, value: Value, heavy: list[StoredRecord], outside: list[StoredRecord]) -> Call | None:
         """The captured call around the module and the code before it that may be to blame instead."""
         if self._noise.flow.is_made_outside(value):
             return self._caller(value)
-        heavy = [record for record in outside if family(record.op) not in _SUMS]
         owner = self._around(value, heavy or outside)
         if owner is None or heavy:
             return owner

@@ -284,6 +284,8 @@ class RoundJudge:
             for place, finding in self._hidden():
                 found.setdefault(place, finding)
         findings = [found[place] for place in sorted(found)]
+        if keeps_first_output(self._target.reader):
+            findings.sort(key=lambda f: f.ref_seq)  # such a dump has the order of paths, not that of the run
         return [replace(f, fatal=f.label not in NEVER_FATAL) for f in findings]
 
     def _hidden(self) -> list[tuple[int, Finding]]:
