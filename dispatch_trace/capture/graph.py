@@ -8,6 +8,7 @@ away no longer does (`only_materialised`, docs/compiled.md).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -105,7 +106,8 @@ class Tap:
         )
         self._function = function
         self._selector: Selector | None = None if select is None else compile_select(select)
-        self._paths: dict[int, set[str]] = {}  # of the modules below what was compiled, by id
+        # Paths below what was compiled; the backend outlives many a model.
+        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     @property
     def wrapped(self) -> Callable[..., Any]:
@@ -169,10 +171,10 @@ class Tap:
         selector = self._selector
         if selector is None:
             return lambda entries: True
-        if root is not None and id(root) not in self._paths:
+        if root is not None and root not in self._paths:
             for path, each, _ in walk_modules(root):
-                self._paths.setdefault(id(each), set()).add(path)
-        paths = {identity: set(known) for identity, known in self._paths.items()}
+                self._paths.setdefault(each, set()).add(path)
+        paths = {id(each): set(known) for each, known in self._paths.items()}
         for tracer in ACTIVE:
             for _, path, each in tracer.table.items():
                 paths.setdefault(id(each), set()).add(path)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from dispatch_trace.capture.frames import STEPS_KEPT, Frame, resolve_path
 from dispatch_trace.capture.graph_code import Code, Tables, owners_of
 from dispatch_trace.capture.graph_plan import Entry, Site
@@ -61,14 +59,16 @@ class GraphFrame(Frame):
 
 
 class _Counts:
-    """Calls of modules within graphs, by (model, step) and path; and who is who in the recording."""
+    """Calls of modules within graphs, by (model, step) and path; and who is who in the recording.
 
-    def __init__(self, tracer: Tracer) -> None:
+    Modules and tensors are known by identity only: a recording must not keep the program's model alive.
+    """
+
+    def __init__(self) -> None:
         self.calls: dict[tuple[str, int], dict[str, int]] = {}
-        self._modules: dict[int, torch.nn.Module] = {}
-        self._tables: Tables = {}
+        self.tables: Tables = {}
+        self._paths: dict[int, list[tuple[str, str]]] = {}
         self._looked_up: tuple[Any, ...] = ()
-        self._table = tracer.table
 
     def of(self, model: str, step: int) -> dict[str, int]:
         known = self.calls.get((model, step))
@@ -78,33 +78,28 @@ class _Counts:
             known = self.calls[(model, step)] = {}
         return known
 
-    def look_up(self, model: str, step: int) -> None:
+    def look_up(self, tracer: Tracer, model: str, step: int) -> None:
         """Looks at the recorded models anew in every step: parameters may be replaced in between."""
-        now = (model, step, len(self._table.roots))
+        table = tracer.table
+        now = (model, step, len(table.roots))
         if now != self._looked_up:
             self._looked_up = now
-            self._modules = {id(m): m for m in self._table.modules()}
-            self._tables = {name: owners_of(root) for name, root in self._table.roots.items()}
+            self._paths = {id(module): table.get(module) or [] for module in table.modules()}
+            self.tables = {name: owners_of(root) for name, root in table.roots.items()}
 
-    @property
-    def tables(self) -> Tables:
-        """The owners of every parameter and buffer."""
-        return self._tables
-
-    def paths(self, module: int) -> list[tuple[str, str]] | None:
+    def paths(self, module: int) -> list[tuple[str, str]]:
         """Every (model, path) of the module with this id."""
-        found = self._modules.get(module)
-        return None if found is None else self._table.get(found)
+        return self._paths.get(module, [])
 
 
 def counts_of(tracer: Tracer) -> _Counts:
     counts = _COUNTS.get(tracer)
     if counts is None:
-        counts = _COUNTS[tracer] = _Counts(tracer)
+        counts = _COUNTS[tracer] = _Counts()
     return counts
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Run:
     """One forward run of one graph, in one recording.
 
@@ -162,7 +157,7 @@ class Run:
         if below is not None:
             prefix = f"{base.path}." if base.path else ""
             return [(base.model, f"{prefix}{path}" if path else base.path) for path in below]
-        return [c for c in counts_of(self.tracer).paths(module) or () if c[0] == base.model]
+        return [c for c in counts_of(self.tracer).paths(module) if c[0] == base.model]
 
     def _resolve(self, entry: Entry, parent: Frame) -> tuple[str, int] | None:
         """(path, call) of a module call, None for a module that the recording does not know."""
@@ -192,11 +187,11 @@ def begin_run(tracer: Tracer, frame: Frame, code: Code, args: Sequence[Any]) -> 
       args: what it is called with.
     """
     counts = counts_of(tracer)
-    counts.look_up(frame.model, frame.step)
+    counts.look_up(tracer, frame.model, frame.step)
     base = frame
     path = code.base_path(counts.tables, frame.model, args, frame)
     if path is None:
-        known = [p for model, p in counts.paths(code.root) or () if model == frame.model]
+        known = [p for model, p in counts.paths(code.root) if model == frame.model]
         path = known[0] if known else frame.path
     calls = counts.of(frame.model, frame.step)
     if path != frame.path:

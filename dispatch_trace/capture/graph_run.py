@@ -51,7 +51,10 @@ class CompiledFrame:
     run: Callable[..., Any] | None = None
     num_tapped: int = 0
     _runs: _Runs = field(default_factory=_Runs)
-    _last: weakref.WeakKeyDictionary[Tracer, Run] = field(default_factory=weakref.WeakKeyDictionary)
+    # A run holds its recording, which must not live by the compiled code.
+    _last: weakref.WeakKeyDictionary[Tracer, weakref.ref[Run]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def __call__(self, *args: Any) -> Any:
         assert self.run is not None
@@ -95,7 +98,7 @@ class CompiledFrame:
                 owner.records_ops = False
                 owner.run = run
                 mark_sequence(state, owner)
-                self._last[tracer] = run
+                self._last[tracer] = weakref.ref(run)
             return run
         except Exception as error:
             tracer.fault(error)
@@ -115,7 +118,8 @@ class CompiledFrame:
             owner = owner_of_node(tracer.state, node) if node is not None else None
             run = owner.run if isinstance(owner, GraphFrame) else None
             if run is None and owner is None:
-                run = self._last.get(tracer)  # backward runs in another thread than forward
+                last = self._last.get(tracer)  # backward runs in another thread than forward
+                run = None if last is None else last()
             if run is not None:
                 found.append(run)
         return found
