@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing, Progress
-from dispatch_trace.errors import NotExecutableError
+from dispatch_trace.errors import DispatchTraceError, NotExecutableError
 from dispatch_trace.executable import check_executable
 from dispatch_trace.judge.casts import lone_casts
 from dispatch_trace.judge.estimates import roundoff
@@ -73,8 +73,11 @@ def judge(
             return _noticed(found, f"judged by estimates alone: {why}") if twins else found
         from dispatch_trace.judge.twins import TwinPass, run_twins  # they need torch
 
-        both = run_twins(pairing, first.noise, progress)
-        states = TwinPass(both, tolerance=tolerance)
+        try:
+            both = run_twins(pairing, first.noise, progress)
+        except DispatchTraceError as error:  # a shard that cannot be read, say
+            return _noticed(_signed(found, "estimates"), f"judged by estimates alone: {error}")
+        states = TwinPass(both, tolerance=tolerance, declared=first.noise.declared)
         states.run()
         second = RoundJudge(states.pairing, states, golden)
         judgement = second.judgement()

@@ -25,7 +25,7 @@ from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.execute_memory import assign, geometry, has_geometry
 from dispatch_trace.execute_ops import REASON_RANDOM
 from dispatch_trace.execute_run import Execution, Values
-from dispatch_trace.judge.twin_values import Fingerprint, fingerprint
+from dispatch_trace.judge.twin_values import SMALL, Fingerprint, fingerprint
 from dispatch_trace.schema import StepInfo, StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
 
@@ -168,8 +168,8 @@ class TwinTrace:
             return self._known[key]
         if value is None:
             return -1
-        wanted = place in keep and self._kept_bytes < KEPT_BYTES
-        found = fingerprint(value, keep=wanted)
+        limit = value.numel() if place in keep else SMALL
+        found = fingerprint(value, keep=limit if self._kept_bytes < KEPT_BYTES else 0)
         if found is None:
             return -1
         if found.data is not None:

@@ -24,7 +24,7 @@ from dispatch_trace.sketch import CHUNK, K
 
 Floats = npt.NDArray[Any]
 
-# Elements up to which a value is kept whole.
+# Elements up to which a value is kept whole, unless somebody asks for it.
 SMALL = 1024
 # Views of repeated memory can have any number of elements; beyond this they get no fingerprint.
 MAX_ELEMENTS = 1 << 27
@@ -79,18 +79,18 @@ def plain(value: torch.Tensor) -> torch.Tensor | None:
     return value.contiguous()
 
 
-def fingerprint(value: torch.Tensor, *, keep: bool = False) -> Fingerprint | None:
+def fingerprint(value: torch.Tensor, *, keep: int = SMALL) -> Fingerprint | None:
     """The fingerprint of a tensor, None where it is no ordinary one.
 
     Args:
       value: any shape and dtype; it is not written to.
-      keep: keep its elements, however many.
+      keep: keep its elements where it has at most this many.
     """
     numbers = plain(value)
     if numbers is None:
         return None
     data = None
-    if keep or numbers.numel() <= SMALL:
+    if numbers.numel() <= keep:
         data = numbers.numpy().copy()
     flat = torch.view_as_real(numbers) if numbers.is_complex() else numbers
     elements = flat.reshape(-1).numpy()

@@ -23,6 +23,7 @@ from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import Comparer, Difference, unknown
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing, Progress, relinked
+from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.noise import Budget, NoisePass, State
 from dispatch_trace.judge.twin_leaves import Healed, Leaves
 from dispatch_trace.judge.twin_trace import TwinTrace
@@ -98,9 +99,13 @@ def run_twins(pairing: Pairing, noise: NoisePass, progress: Progress | None = No
 class TwinPass(NoisePass):
     """States of the target's values in float64."""
 
-    def __init__(self, twins: Twins, *, tolerance: float | None = None) -> None:
+    def __init__(
+        self, twins: Twins, *, tolerance: float | None = None, declared: Declaration | None = None
+    ) -> None:
         super().__init__(twins.pairing, tolerance=max(LIMIT, tolerance or 0.0))
         self.twins = twins
+        # Casts between floats are elided, those to eight bits are not: they may be what was declared.
+        self._eight_bits_meant = declared is not None and bool(declared.rules)
 
     def doubts(self, flags: frozenset[tuple[str, int]]) -> bool:
         return any(kind == CLOUD for kind, _ in flags)
@@ -112,15 +117,17 @@ class TwinPass(NoisePass):
             found = State(explained=True, notes=(self.twins.elsewhere[value],))
             found.link, found.difference, found.rho = state.link, state.difference, 0.0
             return found
-        if state.explained is not True and self._is_cloudy(record, state):
+        if state.explained is not True and self._is_cloudy(record, out, state):
             state.flags |= {(CLOUD, record.seq)}
         if state.wrong and self.doubts(state.flags):
             state.explained = None
         return state
 
-    def _is_cloudy(self, record: StoredRecord, state: State) -> bool:
+    def _is_cloudy(self, record: StoredRecord, out: StoredSlot, state: State) -> bool:
         twins = self.twins
         if record.seq in twins.target.cloudy:
+            return True
+        if self._eight_bits_meant and dtype_class(out.dtype) == "8":
             return True
         return state.link is not None and state.link.ref[0] in twins.ref.cloudy
 
