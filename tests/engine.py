@@ -357,3 +357,11 @@ def reference(
             tokens.append(int(out.logits[0, -1].argmax()))
         found[id] = tokens
     return found
+
+
+@torch.no_grad()
+def reference_vision(model: nn.Module, recorder: Any, images: dict[str, torch.Tensor]) -> None:
+    """One image at a time."""
+    for id, image in images.items():
+        with recorder.step(phase="prefill", req_ids=[id]):
+            model(pixel_values=image[None])
