@@ -27,7 +27,7 @@ FORMAT = "vLLM-Neuron capture layout"
 _MAX_NAMED = 5
 
 LOSSES = (
-    "no inputs, one output of the last call of a module: the rest was left out by choice",
+    "of each module one output of the last call and no inputs, by its layout",
     "in which order modules ran, and whether the dump was finished, is not known",
 )
 
