@@ -9,6 +9,7 @@ buffers are as they were after the check of the outputs. Leaves to `compiled` ho
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -60,11 +61,17 @@ def check_fresh(regions: Iterable[Region]) -> None:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a region in progress."""
+    """A call of a region in progress.
+
+    Attributes:
+      plain: what the region returned without capture; None where that was not asked, or could not be.
+      kernels: kernels generated before the plain run, and before the captured one.
+    """
 
     region: Region
     frame: Frame
     plain: list[tuple[str, Any]] | None = None
+    kernels: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +88,7 @@ class Regions:
     check_outputs: bool = True
     _regions: dict[int, Region] = field(default_factory=dict)
     _checked: set[int] = field(default_factory=set)
+    _observed: dict[str, Any] = field(default_factory=dict)
 
     def watch(self, regions: Iterable[Region]) -> None:
         """Hooks the modules of these regions whose returns are wanted."""
@@ -163,7 +171,9 @@ class Regions:
             region.graphs_before = num_graphs()
         if self.check_outputs and id(region) not in self._checked and region.modules and not region.lane:
             self._checked.add(id(region))
+            before = num_kernels()
             call.plain = self._run_plain(state, region, args, kwargs)
+            call.kernels = before, num_kernels()
         region.enter()
 
     def leave(self, state: ThreadState, frame: Frame, out: Any, *, raised: bool) -> None:
@@ -192,7 +202,7 @@ class Regions:
             if region.hooks is not None and region.hooks.num_eager:
                 self._warn_of_eager(region)
             if call.plain is not None:
-                self._compare(region, call.plain, out)
+                self._compare(call, call.plain, out)
         except Exception as error:
             tracer.fault(error)
 
@@ -236,23 +246,35 @@ class Regions:
                 ]
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            tracer.writer.amend_header({"observer": f"not compared: {type(error).__name__}: {reason}"})
+            self._note(region, f"not compared: {type(error).__name__}: {reason}")
             return None
 
-    def _compare(self, region: Region, plain: list[tuple[str, Any]], out: Any) -> None:
-        tracer = self.tracer
+    def _compare(self, call: _Call, plain: list[tuple[str, Any]], out: Any) -> None:
+        tracer, region = self.tracer, call.region
         watched = {n: v.detach() for n, v in flatten(out, "out") if isinstance(v, torch.Tensor)}
         with tracer.own_ops(tracer.state):
             differing = [n for n, v in plain if n not in watched or not same_bits(v, watched[n])]
-        if not differing:
-            tracer.writer.amend_header({"observer": "outputs with and without capture are equal bit for bit"})
-            return
-        tracer.writer.amend_header({"observer": "outputs with and without capture differ"})
-        tracer.writer.mark_perturbed(
-            f"capture changed what the compiled {type(region.body).__name__} returns "
-            f"({', '.join(differing[:4])}): with it the compiler fuses otherwise. Select fewer modules, or "
-            "judge the outputs without it."
-        )
+        first, second = call.kernels
+        kernels = {"without": second - first, "with": num_kernels() - second}
+        self._note(region, f"differ: {', '.join(differing)}" if differing else "equal bit for bit", kernels)
+        if differing:
+            tracer.writer.mark_perturbed(
+                f"capture changed what the compiled {type(region.body).__name__} returns "
+                f"({', '.join(differing[:4])}): with it the compiler fuses otherwise. Select fewer modules, "
+                "or judge the outputs without it."
+            )
+
+    def _note(self, region: Region, outputs: str, kernels: dict[str, int] | None = None) -> None:
+        """Keeps in the header what came of the comparison."""
+        paths = self.tracer.table.get(region.module) or [("", "")]
+        self._observed[paths[0][1]] = {"outputs": outputs, "kernels": kernels}
+        self.tracer.writer.amend_header({"observer": dict(self._observed)})
+
+
+def num_kernels() -> int:
+    """Kernels that inductor has generated in this process; 0 where it was never used."""
+    metrics = sys.modules.get("torch._inductor.metrics")
+    return int(getattr(metrics, "generated_kernel_count", 0))
 
 
 def _devices() -> list[int]:
