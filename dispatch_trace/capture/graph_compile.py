@@ -87,6 +87,7 @@ def through_aot(
                 taps=names,
                 placeholders=placeholders_of(graph.graph),
                 overwritten=overwritten_inputs(graph.graph),
+                num_returned=_num_returned(num_outputs, backward=backward),
             )
 
         return compile_graph
@@ -137,6 +138,7 @@ def inductor(
             taps=list(results),
             placeholders=placeholders_of(graph.graph),
             overwritten=overwritten_inputs(graph.graph),
+            num_returned=_num_returned(num_outputs, backward=plan.backward),
         )
 
     # A cached result would be code without taps: neither the graph nor the options tell the two apart.
@@ -270,6 +272,17 @@ def _inductor_options(options: dict[str, Any]) -> dict[str, Any] | None:
         patches.update(list_mode_options(options["mode"]))
     patches.update(options.get("options") or {})
     return patches or None
+
+
+def _num_returned(num_outputs: int, *, backward: bool) -> int:
+    """How many outputs of the graph that is being compiled reach the program: forward also returns what
+    backward needs."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if backward or context is None or context.fw_metadata is None:
+        return num_outputs if backward else 0
+    return min(num_outputs, int(context.fw_metadata.num_forward_returns))
 
 
 def _boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -9,7 +9,7 @@ data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from dispatch_trace.capture.graph_frames import GraphFrame, Run
 from dispatch_trace.capture.graph_plan import Plan, Site, accesses, is_access, is_op, is_tap
 from dispatch_trace.capture.ops import OpInfo, op_info
-from dispatch_trace.capture.snapshot import dtype_name, shape_of
+from dispatch_trace.capture.snapshot import dtype_name, geometry, shape_of
 from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, encode
 from dispatch_trace.schema import RawRecord, RawSlot
 
@@ -78,8 +78,12 @@ class Emitter:
         self._seen: dict[torch.fx.Node, Any] = {}
         self._first_reads: dict[int, Seen] = {}
 
-    def emit(self) -> None:
-        """Makes the records, in the order of the graph."""
+    def emit(self, returned: Sequence[Any] = ()) -> None:
+        """Makes the records, in the order of the graph.
+
+        Args:
+          returned: the graph's own outputs, as far as the program sees them.
+        """
         env: dict[torch.fx.Node, Any] = {}
         for node in self._plan.nodes:
             if node.op == "placeholder":
@@ -93,8 +97,33 @@ class Emitter:
                     env[node] = self._compute(node, args, kwargs)
                 else:
                     env[node] = self._op(node, site, args, kwargs)
-            elif node.op == "output" and not self._plan.backward:
-                self._keep_for_backward(node, env)
+            elif node.op == "output":
+                self._define(node, returned)
+                if not self._plan.backward:
+                    self._keep_for_backward(node, env)
+
+    def _define(self, node: torch.fx.Node, returned: Sequence[Any]) -> None:
+        """Tells the recording which op made each output, and what the program really got."""
+        storages, tracer = self._tracer.storages, self._tracer
+        if storages is None:
+            return
+        sources: Any = node.args[0]
+        with tracer.own_ops(self._state):
+            tracer.set_save(tracer.options.save_of(self._run.base.path))
+            for source, value in zip(sources, returned, strict=False):
+                seen = self._seen.get(source) if isinstance(source, torch.fx.Node) else None
+                if not isinstance(seen, Seen) or type(value) is not torch.Tensor:
+                    continue
+                g = geometry(value)
+                if g is None or storages.known(value) is not None:
+                    continue  # on record already
+                entry, _ = storages.entry(value, g, "op")
+                entry.definitions[g] = (*seen.producers[-1], 0)
+                content = storages.snapshot(
+                    value, g, keep=tracer.options.save_of(self._run.base.path) == "tensors"
+                )
+                if content is not None:
+                    entry.contents[g] = content
 
     def _earlier(self, node: torch.fx.Node) -> Any:
         """What forward showed of a value that backward reads."""

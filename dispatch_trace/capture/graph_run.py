@@ -136,6 +136,7 @@ class TappedGraph:
       taps: names of plan nodes, in the order in which their values are returned.
       placeholders: names of the compiled graph's inputs.
       overwritten: positions of inputs that the graph writes.
+      num_returned: how many of the outputs the program sees; the rest is kept for backward.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class TappedGraph:
         taps: Sequence[str],
         placeholders: Sequence[str],
         overwritten: Sequence[int],
+        num_returned: int,
     ) -> None:
         self._boxed_call = True  # on the object: wrappers copy what it holds
         self._frame = frame
@@ -157,6 +159,7 @@ class TappedGraph:
         self._taps = tuple(taps)
         self._placeholders = tuple(placeholders)
         self._overwritten = tuple(overwritten)
+        self._num_returned = num_returned
 
     def __call__(self, args: list[Any]) -> Any:
         frame = self._frame
@@ -169,7 +172,7 @@ class TappedGraph:
         with _busy([run.tracer.state for run in runs]):
             out, values = self._execute(args, keep=True)
         for run, given in zip(runs, inputs, strict=True):
-            emit(run, self._plan, given, values, frame.note)
+            emit(run, self._plan, given, values, frame.note, out[: self._num_returned])
         return out
 
     def _execute(self, args: list[Any], *, keep: bool) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -208,6 +211,7 @@ class InterpretedGraph(TappedGraph):
             taps=(),
             placeholders=placeholders_of(plan.module.graph),
             overwritten=overwritten,
+            num_returned=0,  # what it returns is what its ops returned
         )
 
     def _execute(self, args: list[Any], *, keep: bool) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -239,7 +243,14 @@ def placeholders_of(graph: torch.fx.Graph) -> tuple[str, ...]:
     return tuple(node.name for node in graph.nodes if node.op == "placeholder")
 
 
-def emit(run: Run, plan: Plan, inputs: Mapping[str, Any], values: Mapping[str, Any], note: str) -> None:
+def emit(
+    run: Run,
+    plan: Plan,
+    inputs: Mapping[str, Any],
+    values: Mapping[str, Any],
+    note: str,
+    returned: Sequence[Any],
+) -> None:
     """Makes the records of one graph run in one recording; what goes wrong is the recording's."""
     tracer = run.tracer
     state = tracer.state
@@ -247,7 +258,7 @@ def emit(run: Run, plan: Plan, inputs: Mapping[str, Any], values: Mapping[str, A
     try:
         if state.mode is not None and tracer.storages is None:
             tracer.flush_rows()
-        Emitter(run, plan, inputs, values, note).emit()
+        Emitter(run, plan, inputs, values, note).emit(returned)
     except Exception as error:
         tracer.fault(error)
     finally:
