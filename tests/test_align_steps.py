@@ -343,6 +343,33 @@ def test_a_step_that_only_one_run_has_keeps_a_match_away(tmp_path: Path) -> None
     assert found.coverage["records"]["target-only"] > 0
 
 
+def test_steps_of_a_model_that_only_one_run_has_are_counted(tmp_path: Path) -> None:
+    models = {"target": tagger(), "draft": tagger()}
+    with torch.no_grad():
+        with dt.record(tmp_path / "ref", {"target": models["target"], "": tagger()}, save="tensors") as rec:
+            for tokens, meta in ALONE:
+                with rec.step(**meta):
+                    models["target"](torch.tensor(tokens))
+        with dt.record(tmp_path / "target", models, save="tensors") as rec:
+            for tokens, meta in PADDED:
+                with rec.step(**meta):
+                    models["target"](torch.tensor(tokens))
+                    models["draft"](torch.tensor(tokens))
+    found = dt.align(tmp_path / "ref", tmp_path / "target")
+    alone = {p.target.model for p in found.pairs if p.target and p.outcome == "target-only"}
+    assert alone == {"draft"} and found.coverage["records"]["target-only"] > 0
+    everything = sum(trace.num_records for trace in map(dt.open, (tmp_path / "ref", tmp_path / "target")))
+    assert sum(found.coverage["records"].values()) == everything
+
+
+def test_runs_that_share_no_request_are_not_comparable(tmp_path: Path) -> None:
+    found = align(tmp_path, ALONE, [call([[1, 2, 0]], ["z"], [[0, 1, 1]])])
+    assert found.verdict == "inconclusive"
+    assert "no final output was compared" in found.reasons
+    matched = [p.target for p in found.pairs if p.outcome == "matched" and p.target is not None]
+    assert matched and all(record.kind == "param" for record in matched)
+
+
 def test_chosen_steps_are_those_of_the_target(tmp_path: Path) -> None:
     found = align(tmp_path, ALONE, PADDED, steps=[2])
     assert found.verdict == "match", found.reasons

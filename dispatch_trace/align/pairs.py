@@ -219,7 +219,10 @@ def _round(
         programs[0], programs[1], Comparer(lenses[0], lenses[1], cut, maps), models, renames, plan=plan
     )
     if first:
-        pairing.unpaired = sorted(k[1] for k in plan.ref_only), sorted(k[1] for k in plan.target_only)
+        pairing.unpaired = (
+            sorted(number for model, number in plan.ref_only if model in models),
+            sorted(number for model, number in plan.target_only if model in models.values()),
+        )
     pairing.calls = pair_calls(programs[0], programs[1], models, renames, numbers)
     return pairing
 

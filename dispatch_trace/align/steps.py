@@ -138,6 +138,9 @@ def pair_steps(
     plain = all(unit.is_plain and unit.ref[1] == unit.target[1] for unit in units)
     if plain and not (plan.ref_only or plan.target_only or plan.left_out[0] or plan.left_out[1]):
         return None
+    apart = (plan.ref_only, models.keys(), ref), (plan.target_only, models.values(), target)
+    for only, names, reader in apart:
+        only += [(s.model, s.step) for s in reader.steps if s.step >= 0 and s.model not in names]
     if steps is not None:
         dropped = [u for u in units if u.target[1] not in steps]
         units = [u for u in units if u.target[1] in steps]
