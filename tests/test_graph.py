@@ -301,6 +301,21 @@ def test_a_compiled_part_of_a_model_has_paths_below_the_whole(backend: str, tmp_
     assert_same_values(expected, found)
 
 
+def test_eager_code_behind_compiled_code_knows_which_op_made_its_operand(tmp_path: Path) -> None:
+    def passing(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return module.forward
+
+    model = Around(Decorated())
+    model.inner = torch.compile(model.inner, backend=dt.tap(passing))
+    with torch.no_grad():
+        target = recorded(tmp_path / "compiled", model, lambda m: m(torch.linspace(-1, 1, 8).view(2, 4)))
+    found = ops(target)
+    operand = found[(0, "fwd", "post", 0, "aten.addmm", 0)].slot("in.mat1")
+    maker = found[(0, "fwd", "inner", 0, "aten.mul", 0)]
+    assert [seq for seq, _ in operand.producers] == [maker.seq]
+    assert not operand.leaf and operand.content >= 0
+
+
 def test_dynamic_shapes_take_one_graph_and_record_real_sizes(tmp_path: Path) -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
