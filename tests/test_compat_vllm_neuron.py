@@ -277,6 +277,14 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         assert any(f"{name} is a link and was not followed" in problem for problem in problems), name
 
 
+def test_what_lies_beside_no_dump_is_not_looked_into(tmp_path: Path) -> None:
+    """Else a directory above many others would be read before it is refused."""
+    write_step(tmp_path / "runs" / "one" / "dp0", "decode_b1_0", {"a": values()})
+    assert foreign_format(tmp_path / "runs") is None
+    write_step(tmp_path / "runs" / "dp0", "decode_b1_0", {"a": values()})
+    assert {r.model for r in dt.open(tmp_path / "runs").records} == {"", "one"}
+
+
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     step = write_step(tmp_path / "dp0", "decode_b1_0", {"a": values(), "b": values()})
     (step / "a" / "rank0.pt").unlink()

@@ -49,24 +49,33 @@ class Replica:
 def replica_directories(root: Path, problems: list[str]) -> list[tuple[str, int, Path]]:
     """(model, dp, directory) of every replica; the top-level model first, named ""."""
     found = [("", dp, path) for dp, path in _dp_directories(root, problems)]
-    others: list[tuple[str, int, Path]] = []
-    for entry in _entries(root):
-        if DP_DIRECTORY.fullmatch(entry.name):
-            continue
+    entries = [entry for entry in _entries(root) if not DP_DIRECTORY.fullmatch(entry.name)]
+    found += _models([entry for entry in entries if entry.name in SUBDIRECTORIES], problems)
+    if not found:
+        return []
+    # Any other directory above a dp0/ is a model of a dump, but makes none: it may be a dump of its own.
+    return found + _models([entry for entry in entries if entry.name not in SUBDIRECTORIES], problems)
+
+
+def _models(entries: list[os.DirEntry[str]], problems: list[str]) -> list[tuple[str, int, Path]]:
+    found: list[tuple[str, int, Path]] = []
+    for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            below = [
-                (unquote(entry.name), dp, path) for dp, path in _dp_directories(Path(entry.path), problems)
-            ]
-            (found if entry.name in SUBDIRECTORIES else others).extend(below)
+            below = _dp_directories(Path(entry.path), problems)
+            found += [(unquote(entry.name), dp, path) for dp, path in below]
         elif entry.is_symlink():
             problems.append(f"{entry.name} is a link and was not followed")
-    # Any other directory above a dp0/ is a model of a dump, but makes none: it may be a dump of its own.
-    return [*found, *others] if found else []
+    return found
 
 
 def _dp_directories(parent: Path, problems: list[str]) -> list[tuple[int, Path]]:
     found = []
-    for entry in _entries(parent):
+    try:
+        entries = _entries(parent)
+    except OSError as error:
+        problems.append(f"{parent.name} cannot be read: {error.strerror}")
+        return []
+    for entry in entries:
         match = DP_DIRECTORY.fullmatch(entry.name)
         if match and entry.is_dir(follow_symlinks=False):
             found.append((int(match[1]), Path(entry.path)))
