@@ -271,3 +271,21 @@ def test_casting_most_products_is_how_the_target_computes(tmp_path: Path) -> Non
     found = aligned(tmp_path, net(), changed(cast_inputs(0, 1, 2)))
     assert found.verdict == "inconclusive"
     assert "undeclared cast" in " ".join(found.reasons)
+
+
+def test_a_constant_rounded_through_a_lower_precision_stays_on_the_list(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc = nn.Linear(32, 8)
+            self.register_buffer("scale", torch.full((32,), 1.2345).to(dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x * self.scale)
+
+    found = aligned(tmp_path, Scaled(torch.float32), Scaled(torch.bfloat16))
+    listed = [f for f in found.findings if "rounded to bfloat16" in str(f.evidence.get("healed"))]
+    named = [f.op for f in found.findings]
+    assert listed or "aten.mul" in named, found.findings
+    assert not any(f.fatal and f.judge == "twins" for f in found.findings)

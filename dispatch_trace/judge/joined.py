@@ -26,6 +26,7 @@ from dispatch_trace.judge.casts import lone_casts
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.findings import Finding, Judgement
 from dispatch_trace.judge.golden import Golden
+from dispatch_trace.judge.sites import Sites
 from dispatch_trace.judge.verdict import Output, RoundJudge
 from dispatch_trace.judge.verdict import judge as judge_by_estimates
 from dispatch_trace.schema import StoredRecord
@@ -40,6 +41,7 @@ _NUMERICAL = frozenset({"introduced", "nonfinite", "uninitialised", "nondetermin
 # A recorded output may be this many times as far from its program's float64 one as rounding explains
 # (BLAME.md section 2, a module body).
 _TOO_FAR = 8.0
+_MAX_HEALED = 20
 
 
 def judge(
@@ -139,7 +141,7 @@ class _Joined:
         listed = [_demoted(f, "the two programs part elsewhere") for f in self._estimates.findings]
         known = {(f.module, f.call, f.step, f.op) for f in fatal}
         rest = [f for f in listed if (f.module, f.call, f.step, f.op) not in known]
-        return replace(self._estimates, findings=[*fatal, *rest])
+        return replace(self._estimates, findings=[*fatal, *rest, *self._healed([*fatal, *rest])])
 
     # The target is the same program -------------------------------------------------------------------
 
@@ -157,7 +159,27 @@ class _Joined:
         if sound and not any(f.fatal for f in findings):
             reasons = [r for r in reasons if not _is_settled(r)]
         findings = [*(f for f in findings if f.fatal), *(f for f in findings if not f.fatal)]
+        findings += self._healed(findings)
         return replace(self._estimates, findings=findings, reasons=reasons)
+
+    def _healed(self, known: list[Finding]) -> list[Finding]:
+        """Leaves that were rounded to something coarser than what goes in or out around their reader."""
+        noise, target = self._first.noise, self._pairing.target
+        sites, named, found = Sites(noise), {f.seq for f in known}, []
+        for healed in self._twins.healed:
+            readers = target.consumers.get(healed.target)
+            if not readers or not healed.error or readers[0][0] in named:
+                continue
+            reader, owner = target.records[readers[0][0]], target.records[healed.target[0]]
+            units = [roundoff(target.slot(healed.target).dtype)]
+            units.append(roundoff(self._pairing.ref.slot(healed.ref).dtype))
+            if max(units) <= noise.border(reader) or min(units) == max(units):
+                continue
+            evidence = {"kind": "parameter" if owner.kind == "param" else "constant", "error": healed.error}
+            evidence |= {"judge": "twins", "healed": healed.why}
+            finding = sites.finding(reader, reader.op, "suspect", evidence, None, hint=healed.why)
+            found.append(replace(finding, fatal=False, judge="twins"))
+        return found[:_MAX_HEALED]
 
     def _blame_casts(self, findings: list[Finding]) -> list[Finding]:
         """Where the outputs are worse than rounding makes them: the first cast that is no policy, if any."""
