@@ -150,7 +150,7 @@ class record:
             check_fresh(regions)
         if options.level == "op":
             neuron.refuse_dispatch_recorder(
-                [type(r.body).__name__ for r in regions], device=device_of(models)
+                [type(r.body).__name__ for r in regions if not r.tapped], device=device_of(models)
             )
         writer = TraceWriter(
             self.path,

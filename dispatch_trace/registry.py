@@ -131,6 +131,8 @@ class TensorRegistry:
         """`value` with every tensor copied, in plain containers: what tracing can follow."""
         if isinstance(value, torch.Tensor):
             return self._tap(value.detach())
+        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+            return value
         if isinstance(value, Mapping):
             return {key: self._copied(item) for key, item in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -139,8 +141,6 @@ class TensorRegistry:
             return [self._copied(item) for item in value]
         if dataclasses.is_dataclass(value):
             return {name: self._copied(getattr(value, name)) for name in value.__dataclass_fields__}
-        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-            return value
         return Opaque(f"{type(value).__module__}.{type(value).__qualname__}")
 
 

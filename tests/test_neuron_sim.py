@@ -150,7 +150,6 @@ def test_another_lowering_alone_is_a_match(modules: Any, name: str) -> None:
     assert aligned.findings == []
 
 
-@pytest.mark.xfail(strict=True, reason="modules that were captured alone are judged without what is declared")
 def test_bf16_matmuls_match_at_the_declared_precision(modules: Any) -> None:
     aligned = align_modules(modules, "bf16_matmuls", declared="matmul operands bf16")
     assert aligned.verdict == "match", aligned.table()
@@ -172,10 +171,6 @@ def test_a_fault_is_named_by_module(modules: Any, name: str, module: str) -> Non
 
 # -- compiled, with taps on every op ---------------------------------------------------------------------
 
-UNTAPPED = pytest.mark.xfail(
-    strict=True, reason="recording refuses a tapped Neuron model, and taps call what AOT returns with a list"
-)
-
 
 @pytest.fixture(scope="module")
 def taps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
@@ -183,7 +178,6 @@ def taps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, run_program("record_taps", folder)
 
 
-@UNTAPPED
 def test_a_tapped_graph_stays_one_and_holds_its_ops(taps: Any) -> None:
     assert set(taps[1]["graphs"].values()) == {1}
     trace = dt.open(taps[0] / "plain")
@@ -194,7 +188,6 @@ def test_a_tapped_graph_stays_one_and_holds_its_ops(taps: Any) -> None:
     assert "llama.layers.1.self_attn.q_proj" in modules
 
 
-@UNTAPPED
 @pytest.mark.parametrize("name", ["plain", "decompositions"])
 def test_another_lowering_alone_is_a_match_op_by_op(taps: Any, name: str) -> None:
     aligned = dt.align(taps[0] / "reference", taps[0] / name)
@@ -202,7 +195,6 @@ def test_another_lowering_alone_is_a_match_op_by_op(taps: Any, name: str) -> Non
     assert aligned.findings == []
 
 
-@UNTAPPED
 @pytest.mark.parametrize(
     ("name", "module", "ops"),
     [

@@ -206,6 +206,11 @@ class Region:
         self.modules = []
 
     @property
+    def tapped(self) -> bool:
+        """Whether the backend records ops inside the graph by itself (`dt.tap`)."""
+        return _wrapped_backend(self.context) is not None
+
+    @property
     def opaque_taps(self) -> bool:
         """Whether copies are made by an operator that the backend cannot see through."""
         return tap_for(self.context, lane=self.lane) is not clone
@@ -243,8 +248,7 @@ class Region:
                     del table[number]
         call = body if self.body is not self.module else body._call_impl
         frame = _own_frame(call)
-        backend = _backend(self.context)
-        wrapped = getattr(getattr(backend, "compiler_fn", backend), "wrapped", None)
+        wrapped = _wrapped_backend(self.context)
         if wrapped is not None:
             return torch.compile(frame, backend=wrapped, fullgraph=bool(self.context.fullgraph))
         compiled: Callable[..., Any] = self.context(frame)
@@ -276,9 +280,18 @@ def _is_context(eval_frame: Any, cell: Any) -> bool:
 
 
 def _backend(context: Any) -> Any:
-    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo import eval_frame
 
-    return innermost_backend(context.callback)
+    if hasattr(eval_frame, "innermost_backend"):
+        return eval_frame.innermost_backend(context.callback)
+    innermost: Any = eval_frame.innermost_fn  # torch before 2.13
+    return innermost(context.callback, unaltered_fn_attr="_torchdynamo_orig_backend")
+
+
+def _wrapped_backend(context: Any) -> Any:
+    """The backend that a tap wraps; None of any other."""
+    backend = _backend(context)
+    return getattr(getattr(backend, "compiler_fn", backend), "wrapped", None)
 
 
 def backend_name(context: Any) -> str:
@@ -298,6 +311,8 @@ def tap_for(context: Any, *, lane: neuron.Lane | None) -> Callable[[torch.Tensor
     clone, which every backend can compile and inductor is known to get wrong.
     """
     name = backend_name(context)
+    if name == "openxla":
+        return neuron.distinct_copy
     return tap_op() if lane is None and name in _OPEN_BACKENDS else clone
 
 

@@ -82,7 +82,9 @@ def through_aot(
             return TappedGraph(
                 frame,
                 plan,
-                _boxed(backend(graph, examples, **options)),
+                # Dynamo calls what a backend returns with plain arguments; a mark that says otherwise was
+                # inherited (`aot_module_simplified` copies it from the boxed function it wraps).
+                _listed(backend(graph, examples, **options)),
                 num_outputs=num_outputs,
                 taps=names,
                 placeholders=placeholders_of(graph.graph),
@@ -287,8 +289,11 @@ def _num_returned(num_outputs: int, *, backward: bool) -> int:
 
 def _boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """`function` in the form that takes a list, which it may empty."""
-    if getattr(function, "_boxed_call", False):
-        return function
+    return function if getattr(function, "_boxed_call", False) else _listed(function)
+
+
+def _listed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """A function of plain arguments in that form."""
 
     def boxed(args: list[Any]) -> Any:
         given = list(args)

@@ -99,7 +99,8 @@ class Blame:
             return self._unfed.find(value)
         inside = self._modules_only.find(self._target.call_of(record))
         if inside is not None and not (inside.label == "introduced" and inside.seq == record.seq):
-            return inside  # else all that was captured within is right, and lost on its way out
+            # Else all that was captured within is right, and lost on its way out.
+            return self._tapped(inside) or inside
         evidence = self._sites.evidence(state) | {"region": record.note or "opaque"}
         hint = "inside a compiled region: the op that produced the reference's output is named"
         owner = None if state.link is None else self._ref.records[state.link.ref[0]]
@@ -109,6 +110,20 @@ class Blame:
         path = self._pairing.renames.apply(owner.module)
         found = self._sites.place(path, call, owner.op, "introduced", evidence, state, at=record, hint=hint)
         return replace(found, source=source_of(owner))
+
+    def _tapped(self, inside: Finding) -> Finding | None:
+        """The first op to blame in the body of a call that is, where ops of compiled code were recorded."""
+        at = (inside.step, inside.module, inside.call)
+        bodies = [c.ops["fwd"] for c in self._target.calls.values() if (c.key[0], c.path, c.number) == at]
+        for record in (record for body in bodies for record in body):
+            for out in self._target.outputs(record):
+                state = self._noise.states.get((record.seq, out.index))
+                if state is None or not state.wrong or state.tainted:
+                    continue
+                found = self.value((record.seq, out.index))
+                if found.module == inside.module:
+                    return found
+        return None
 
     def output(
         self,

@@ -140,7 +140,8 @@ class ModuleBlame:
             (slot_numel(p.slots[0]) // max(p.slots[0].shape[0], 1) for p in self._weights(call)), default=1
         )
         own = unit + math.sqrt(fan_in) * min(ACCUMULATOR, unit or ACCUMULATOR)
-        return self._noise.band(math.hypot(own, UNKNOWN_GAIN * before), border.difference)
+        declared = self._noise.declared_within(call)
+        return self._noise.band(math.hypot(own, declared, UNKNOWN_GAIN * before), border.difference)
 
     def _params(self, call: Call) -> list[StoredRecord]:
         return [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from dispatch_trace.align.canon import DISCRETE, dtype_class, is_empty, is_factory, short
 from dispatch_trace.align.content import SKETCH_FLOOR, Difference
 from dispatch_trace.align.flow import Flow, has_inputs
-from dispatch_trace.align.graph import Call, Origin, Program, Value, slot_numel
+from dispatch_trace.align.graph import Call, CallKey, Origin, Program, Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, own_noise, roundoff
@@ -114,6 +114,7 @@ class NoisePass:
         self._ref_noise: dict[Value, float] = {}
         self._borders: dict[tuple[int, Call], float] = {}
         self._measured: dict[Value, bool] = {}
+        self._declared_within: dict[CallKey, float] = {}
 
     def run(self) -> None:
         if not self.exact:
@@ -248,7 +249,8 @@ class NoisePass:
         """What a compiled region returned: no recorded op made it, its inputs stand for all inside."""
         value = (record.seq, out.index)
         found = self.best(self.pairing.links.get(value, ()))
-        budget = Budget(free=roundoff(out.dtype), clean=roundoff(out.dtype))
+        own = math.hypot(roundoff(out.dtype), self.declared_within(self.pairing.target.call_of(record)))
+        budget = Budget(free=own, clean=own)
         for noise, clean, flags, suspicious in self._opaque_inputs(record, value):
             budget.free = math.hypot(budget.free, UNKNOWN_GAIN * noise)
             budget.clean = math.hypot(budget.clean, clean)
@@ -266,6 +268,25 @@ class NoisePass:
         if state.explained:
             state.clean, state.tainted = state.noise, False
         return state
+
+    def declared_within(self, call: Call) -> float:
+        """What declared roundings may add in a call of the target whose own ops were not recorded.
+
+        They are those of the reference's ops in its place, each as large as the operand that is rounded.
+        """
+        if not self.declared.rules:
+            return 0.0
+        found = self._declared_within.get(call.key)
+        if found is None:
+            twin = next((r for r, t in self.pairing.calls.items() if t == call.key), None)
+            parts = [0.0]
+            if twin is not None:
+                inside = self.pairing.ref.calls[twin]
+                for record in self.pairing.ref.records.values():
+                    if record.kind == "op" and inside.opened <= record.seq <= inside.closed:
+                        parts += [self.declared.operands(record), self.declared.output(record)]
+            found = self._declared_within[call.key] = math.hypot(*parts)
+        return found
 
     def _opaque_inputs(
         self, record: StoredRecord, value: Value
