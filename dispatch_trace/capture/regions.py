@@ -169,7 +169,8 @@ class Regions:
         if region.lane and region.tracked is None:
             region.tracked = neuron.op_tracking()
             region.graphs_before = num_graphs()
-        if self.check_outputs and id(region) not in self._checked and region.modules and not region.lane:
+        watched = bool(region.modules) or region.tapped
+        if self.check_outputs and watched and not region.lane and id(region) not in self._checked:
             self._checked.add(id(region))
             before = num_kernels()
             call.plain = self._run_plain(state, region, args, kwargs)
@@ -251,8 +252,8 @@ class Regions:
 
     def _compare(self, call: _Call, plain: list[tuple[str, Any]], out: Any) -> None:
         tracer, region = self.tracer, call.region
-        watched = {n: v.detach() for n, v in flatten(out, "out") if isinstance(v, torch.Tensor)}
         with tracer.own_ops(tracer.state):
+            watched = {n: v.detach() for n, v in flatten(out, "out") if isinstance(v, torch.Tensor)}
             differing = [n for n, v in plain if n not in watched or not same_bits(v, watched[n])]
         first, second = call.kernels
         kernels = {"without": second - first, "with": num_kernels() - second}
