@@ -337,7 +337,10 @@ class Trace:
         )
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row for each tensor slot of each record, with its statistics. Needs pandas."""
+        """One row for each tensor slot of each record, with its statistics. Needs pandas.
+
+        The statistic `n`, a count of elements, is the column `numel`: `n` is part of the site key.
+        """
         import pandas
 
         rows = []
@@ -346,6 +349,8 @@ class Trace:
             for slot in record.slots:
                 if slot.is_tensor:
                     content = {} if slot.content < 0 else dict(record._reader.content(slot.content).stats)
+                    if "n" in content:
+                        content["numel"] = content.pop("n")
                     rows.append(
                         {
                             **site,

@@ -117,6 +117,8 @@ def test_records_as_a_table(traces: Path) -> None:
     assert isinstance(table, pandas.DataFrame)
     assert {"module", "op", "slot", "sq_sum"} <= set(table.columns)
     assert (table[table.op == "aten.gelu"].slot == "out").sum() == 3
+    gelu = table[(table.op == "aten.gelu") & (table.slot == "out")]
+    assert set(gelu.n) == {0} and (gelu.numel == gelu["shape"].map(math.prod)).all()
 
 
 # Alignments -------------------------------------------------------------------------------------------
