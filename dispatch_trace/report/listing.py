@@ -92,7 +92,7 @@ def _header_rows(ranks: Sequence[RankReader], kinds: Counter[str]) -> list[list[
                 f"{key}={_option(options[key])}" for key in ("level", "save", "params") if key in options
             ),
         ],
-        ["holds", f"{_held(kinds)}; {size(sum(_num_bytes(rank) for rank in ranks))} on disk"],
+        ["holds", f"{_held(kinds)}; {size(sum(rank.num_bytes for rank in ranks))} on disk"],
     ]
     if started:
         rows.insert(0, ["started", f"{datetime.datetime.fromtimestamp(started):%Y-%m-%d %H:%M:%S}"])
@@ -132,10 +132,6 @@ def _held(kinds: Counter[str]) -> str:
     total = sum(kinds.values())
     parts = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
     return f"{plural(total, 'record')} ({parts})" if parts else plural(total, "record")
-
-
-def _num_bytes(rank: RankReader) -> int:
-    return sum(file.stat().st_size for file in rank.path.iterdir() if file.is_file())
 
 
 def _step_lines(rank: RankReader) -> list[str]:

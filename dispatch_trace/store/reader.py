@@ -148,6 +148,11 @@ class RankReader:
         """Closed, nothing dropped, nothing wrong with the files."""
         return self.end is not None and not self.end.get("dropped") and not self.problems
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's files."""
+        return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
+
     # Records --------------------------------------------------------------------------------------
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
