@@ -294,8 +294,8 @@ class ModelCapture:
         if self._region is not None and self._hooks.num_eager:
             raise CaptureError(
                 f"{self.path}: {self._hooks.num_eager} calls of hooked modules ran eagerly, outside the "
-                "compiled graph: a graph break or a fallback. What was captured is kept; compiled code did not "
-                "compute it."
+                "compiled graph: a graph break or a fallback. What was captured is kept; compiled code did "
+                "not compute it."
             )
 
     def close(self) -> None:
