@@ -19,7 +19,9 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def run(tmp_path: Any) -> Any:
-    def align_with(change: Any, dtype: torch.dtype = torch.bfloat16) -> dt.Alignment:
+    def align_with(
+        change: Any, dtype: torch.dtype = torch.bfloat16, twins: bool | None = None
+    ) -> dt.Alignment:
         reference = model()
         target = copy.deepcopy(reference)
         with torch.no_grad():
@@ -30,7 +32,7 @@ def run(tmp_path: Any) -> Any:
                 reference(x)
             with dt.record(tmp_path / "target", target, save="tensors"):
                 target(x.to(dtype))
-        return dt.align(tmp_path / "ref", tmp_path / "target")
+        return dt.align(tmp_path / "ref", tmp_path / "target", twins=twins)
 
     return align_with
 
@@ -54,10 +56,17 @@ def test_a_single_zero_is_listed_once(run: Any) -> None:
     assert [f.evidence.get("path") for f in alignment.findings] == ["0.weight"]
 
 
-def test_one_percent_of_a_weight_is_a_suspect_in_bfloat16(run: Any) -> None:
-    alignment = run(lambda m: m[0].weight.mul_(1.01))
+def test_one_percent_of_a_row_is_a_suspect_of_the_estimates_in_bfloat16(run: Any) -> None:
+    alignment = run(lambda m: m[0].weight[3].mul_(1.01), twins=False)
     assert suspects(alignment) == ["0.weight"]
     (suspect,) = (f for f in alignment.findings if f.evidence.get("path") == "0.weight")
     changed, total = suspect.evidence["elements"]
-    assert not suspect.fatal and total == 64 * 64 and changed > total / 2
+    assert not suspect.fatal and total == 64 * 64 and 16 < changed <= 64
     assert any("0.weight differs by more than a change of dtype explains" in n for n in alignment.notices)
+
+
+def test_one_percent_of_a_weight_is_found_by_twins_in_bfloat16(run: Any) -> None:
+    alignment = run(lambda m: m[0].weight.mul_(1.01))
+    assert alignment.verdict == "diverged" and alignment.first is not None
+    assert (alignment.first.label, alignment.first.evidence["path"]) == ("parameter", "0.weight")
+    assert alignment.first.judge == "twins"
