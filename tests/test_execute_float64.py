@@ -154,6 +154,7 @@ def test_softmax_to_float32_is_softmax_in_float64(tmp_path: Path) -> None:
     torch.testing.assert_close(value, torch.softmax(batch().double(), -1), rtol=1e-12, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # said once in a process
 def test_other_ops_that_refuse_float64_run_in_their_precision_and_are_counted(tmp_path: Path) -> None:
     rank = record(
         tmp_path / "t", lambda m, x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize() / 3
