@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dispatch_trace import neuron
+from dispatch_trace.capture.compiled import Region, compile_context
 from dispatch_trace.capture.frames import walk_modules
 from dispatch_trace.capture.header import current_rank, device_of, model_fields, plain_meta, trace_header
 from dispatch_trace.capture.inline import ACTIVE
@@ -302,10 +303,11 @@ def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:
     """Runs the model with and without the recorder and says whether the outputs are equal bit for bit.
 
     The random state is set back before each run and after the last; a copy of the model runs, so that
-    buffers and caches of the original stay as they are.
+    buffers and caches of the original stay as they are. Of a compiled model the run without the recorder
+    has neither hooks nor taps (`dt.tap`) in its code.
 
     Args:
-      model: any module that can be deep-copied.
+      model: any module that can be deep-copied, compiled or not.
       *inputs, **kwargs: what to call it with.
     Returns: True where every output tensor has the same bits.
     """
@@ -327,7 +329,8 @@ def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:
                 ):
                     out = twin(*args, **named)
             else:
-                out = twin(*args, **named)
+                bare = twin if compile_context(twin) is None else Region(twin).plain_copy()
+                out = bare(*args, **named)
             outputs.append([v for _, v in flatten(out, "out") if isinstance(v, torch.Tensor)])
     plain, watched = outputs
     return len(plain) == len(watched) and all(same_bits(a, b) for a, b in zip(plain, watched, strict=True))
