@@ -194,7 +194,7 @@ class record:
     ) -> None:
         tracer = self._tracer
         assert tracer is not None
-        silent = self._regions.never_captured() if self._regions is not None else ""
+        silent = self._regions.not_captured() if self._regions is not None else ""
         absent = self._regions.never_ran() if self._regions is not None else []
         self._undo()
         self._models = {}

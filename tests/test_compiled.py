@@ -302,6 +302,7 @@ def test_a_run_that_was_eager_after_all_is_said_aloud(tmp_path: Path) -> None:
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
         pytest.warns(RuntimeWarning, match="modules of the compiled Net ran eagerly"),
+        pytest.raises(CaptureError, match="was to run compiled and ran eagerly as a whole"),
         dt.record(tmp_path / "t", target, check_outputs=False),
     ):
         target(x())

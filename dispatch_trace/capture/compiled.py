@@ -163,6 +163,7 @@ class Region:
       tracked, graphs_before: what the lane and Dynamo had counted before the first call.
       num_calls, num_captures: calls of the region that were recorded, and values that came out of them.
       seen: places of the modules that have returned something.
+      num_entered, num_eager: calls of hooked modules, and of them those outside compiled code.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -177,6 +178,8 @@ class Region:
         self.num_calls = 0
         self.num_captures = 0
         self.seen: set[int] = set()
+        self.num_entered = 0
+        self.num_eager = 0
         self.tracked: neuron.OpTracking | None = None
         self.graphs_before = 0
         self._isolation = None if self.lane else Isolation(module, self.context)
@@ -232,6 +235,7 @@ class Region:
         self.num_calls += 1
         self.num_captures += sum(kind != "enter" for kind, _, _ in entries)
         self.seen.update(int(name) for kind, name, _ in entries if kind == "module")
+        self.num_entered += sum(kind == "enter" for kind, _, _ in entries)
         return entries
 
     def plain_copy(self) -> Callable[..., Any]:

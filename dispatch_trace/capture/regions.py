@@ -131,14 +131,20 @@ class Regions:
         region = self._regions.get(id(module))
         return f"opaque: compiled region ({region.backend})" if region is not None else ""
 
-    def never_captured(self) -> str:
-        """What to say of regions that ran and captured nothing; empty where all is well."""
+    def not_captured(self) -> str:
+        """What to say of regions whose compiled code was not captured; empty where all is well."""
         for region in self._regions.values():
             if region.num_calls and region.modules and not region.num_captures:
                 return (
                     f"{type(region.body).__name__} (backend {region.backend!r}) ran {region.num_calls} times "
                     f"as compiled code and none of its {len(region.modules)} hooks captured anything: its "
                     "code was compiled without them. Call torch._dynamo.reset() before the recording."
+                )
+            if region.num_eager and region.num_eager == region.num_entered:
+                return (
+                    f"{type(region.body).__name__} (backend {region.backend!r}) was to run compiled and ran "
+                    "eagerly as a whole: a fallback, or a stance of torch.compiler. What was recorded is kept; "
+                    "compiled code did not compute it."
                 )
         return ""
 
@@ -193,7 +199,7 @@ class Regions:
             if raised:
                 return
             if region.modules and not any(kind == "module" for kind, _, _ in entries):
-                raise CaptureError(self.never_captured() or "a compiled call captured nothing")
+                raise CaptureError(self.not_captured() or "a compiled call captured nothing")
             if region.tracked is not None:
                 neuron.check_compiled(
                     region.tracked,
@@ -218,6 +224,7 @@ class Regions:
     def _warn_of_eager(self, region: Region) -> None:
         assert region.hooks is not None
         num, region.hooks.num_eager = region.hooks.num_eager, 0
+        region.num_eager += num
         self.tracer.writer.amend_header({"ran_eagerly": True})
         warnings.warn(
             f"dispatch_trace: {num} modules of the compiled {type(region.body).__name__} ran eagerly (graph "
