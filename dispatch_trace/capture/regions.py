@@ -143,8 +143,8 @@ class Regions:
             if region.num_eager and region.num_eager == region.num_entered:
                 return (
                     f"{type(region.body).__name__} (backend {region.backend!r}) was to run compiled and ran "
-                    "eagerly as a whole: a fallback, or a stance of torch.compiler. What was recorded is kept; "
-                    "compiled code did not compute it."
+                    "eagerly as a whole: a fallback, or a stance of torch.compiler. What was recorded is "
+                    "kept; compiled code did not compute it."
                 )
         return ""
 
