@@ -123,7 +123,6 @@ class ModelCapture:
         self._open = False
         self._outside: TensorRegistry | None = None
         self._forwards: list[list[Entry]] = []
-        self._seen: set[str] = set()
         self._checked = False
 
     # -- set-up --------------------------------------------------------------------------------------
@@ -155,8 +154,7 @@ class ModelCapture:
             self._handle.remove()
         if compile_context(compiled) is not None:
             self._region = Region(compiled)
-            if not self._region.opaque_taps:
-                self._registry.use_tap(clone)
+            self._registry.use_tap(self._region.tap)
             self._region.isolate()
             self._tracer.writer.amend_header(
                 {"compile_backend": self._region.backend, "lane": self._region.lane or "eager"}

@@ -350,15 +350,7 @@ def _put_module(
     tracer.set_save(tracer.options.save_of(frame.path))
     slots = [slot for name, value in inputs for slot in tracer.value_slots(name, value, "in")]
     slots += [slot for name, value in outputs for slot in tracer.value_slots(name, value, "out")]
-    tracer.put(
-        frame.record(
-            tracer.next_seq(),
-            "module",
-            slots=slots,
-            opened=frame.opened,
-            thread=tracer.state.number,
-        )
-    )
+    tracer.put_module(frame, slots)
 
 
 __all__ = ["CaptureLayout", "TracedCapture", "TracedValue"]

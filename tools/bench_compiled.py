@@ -93,8 +93,6 @@ def bench(backend: str, threads: int, repeats: int) -> list[dict[str, Any]]:
                 seen = timed(run)
                 if repeat:  # the first round warms up
                     times[row] += seen
-            for row in ("stats", "tensors"):
-                runs[row]()
             print(f"\rcompiled {repeat}/{repeats}", end="", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     print("\r", end="", file=sys.stderr)

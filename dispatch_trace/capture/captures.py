@@ -12,8 +12,7 @@ from typing import Any
 from dispatch_trace.capture.frames import Frame, resolve_path
 from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.registry import Entry, Opaque, manual_name
-from dispatch_trace.schema import RawSlot
+from dispatch_trace.registry import Entry, manual_name
 
 # (model, path) candidates of the name under which a hook registers.
 Names = Callable[[str], list[tuple[str, str]]]
@@ -40,18 +39,18 @@ class CaptureRecords:
 
     def put(self, frame: Frame, entries: Iterable[Entry]) -> None:
         """Records of what was captured inside the call `frame`."""
-        stack: list[Frame] = []
+        stack: list[tuple[str, Frame]] = []  # the calls in progress, by the names of their hooks
         self._repeats.clear()
         for kind, name, value in entries:
-            around = stack[-1] if stack else frame
+            around = stack[-1][1] if stack else frame
             if kind == "enter":
-                stack.append(self._open(name, around, value))
+                stack.append((name, self._open(name, around, value)))
             elif kind == "manual":
                 self._put_inline(around, name, value)
             else:
                 # A module that was registered by hand was never entered.
-                opened = stack.pop() if stack and stack[-1].mode == name else self._open(name, around, None)
-                self._close(opened, value)
+                entered = bool(stack) and stack[-1][0] == name
+                self._close(stack.pop()[1] if entered else self._open(name, around, None), value)
 
     def _open(self, name: str, around: Frame, inputs: Any) -> Frame:
         tracer = self._tracer
@@ -60,12 +59,11 @@ class CaptureRecords:
         wanted = self._wants is None or self._wants(path)
         frame = Frame(model, path, call, around.phase, around.step, None, around, False, wanted)
         frame.opened = tracer.upcoming_seq
-        frame.mode = name  # no dispatch mode is entered with it: the hook's name, to tell calls apart
         if inputs is not None and wanted:
             tracer.set_save(tracer.options.save_of(path))
             args, kwargs = inputs
             for slot, value in flatten_arguments(tuple(args), kwargs):
-                frame.inputs += self._slots(slot, value, "in")
+                frame.inputs += tracer.value_slots(slot, value, "in", fresh=True)
         return frame
 
     def _close(self, frame: Frame, value: Any) -> None:
@@ -75,32 +73,11 @@ class CaptureRecords:
         tracer.set_save(tracer.options.save_of(frame.path))
         slots, frame.inputs = frame.inputs, []
         for name, leaf in flatten(value, "out"):
-            slots += self._slots(name, leaf, "out")
-        tracer.put(
-            frame.record(
-                tracer.next_seq(),
-                "module",
-                slots=slots,
-                opened=frame.opened,
-                thread=tracer.state.number,
-                note=self._note,
-            )
-        )
+            slots += tracer.value_slots(name, leaf, "out", fresh=True)
+        tracer.put_module(frame, slots, note=self._note)
 
     def _put_inline(self, frame: Frame, name: str, value: Any) -> None:
-        tracer = self._tracer
-        counter = f"inline:{name}"
-        n = frame.counts[counter] = frame.counts.get(counter, -1) + 1
+        n = frame.count(f"inline:{name}")
         repeat = self._repeats[name] = self._repeats.get(name, -1) + 1
-        if self._wants is not None and not self._wants(manual_name(name, repeat)):
-            return
-        tracer.set_save(tracer.options.save_of(frame.path))
-        slots = self._slots("out", value, "out")
-        tracer.put(
-            frame.record(tracer.next_seq(), "inline", name=name, n=n, slots=slots, thread=tracer.state.number)
-        )
-
-    def _slots(self, name: str, value: Any, role: str) -> list[RawSlot]:
-        if isinstance(value, Opaque):
-            return [RawSlot(name, role, value={"opaque": value.name}, is_tensor=False)]
-        return self._tracer.value_slots(name, value, role, fresh=True)
+        if self._wants is None or self._wants(manual_name(name, repeat)):
+            self._tracer.put_inline(frame, name, n, value, fresh=True)

@@ -157,6 +157,7 @@ class Region:
       body: the module whose code was compiled.
       context: Dynamo's, which knows the backend.
       backend: name of the backend.
+      tap: makes the copies inside its graphs.
       registry: takes what the hooks see.
       modules: the hooked modules; their hooks name them by their place here.
       lane: the Neuron lane it runs on, None elsewhere; there only hooks are touched (NEURON.md, rule 2).
@@ -172,7 +173,8 @@ class Region:
         self.context = compile_context(module)
         self.backend = backend_name(self.context)
         self.lane = neuron.lane_of(device=device_of({"": self.body}), compile_backend=self.backend)
-        self.registry = TensorRegistry(tap_for(self.context, lane=self.lane))
+        self.tap = tap_for(self.context, lane=self.lane)
+        self.registry = TensorRegistry(self.tap)
         self.modules: list[torch.nn.Module] = []
         self.hooks: TracedHooks | None = None
         self.num_calls = 0
@@ -212,11 +214,6 @@ class Region:
     def tapped(self) -> bool:
         """Whether the backend records ops inside the graph by itself (`dt.tap`)."""
         return _wrapped_backend(self.context) is not None
-
-    @property
-    def opaque_taps(self) -> bool:
-        """Whether copies are made by an operator that the backend cannot see through."""
-        return tap_for(self.context, lane=self.lane) is not clone
 
     def isolate(self) -> None:
         """Has the region compile apart from what the program has compiled, where that may be asked."""

@@ -85,6 +85,11 @@ class Frame:
         self.is_root = False
         self.mode: Any = None
 
+    def count(self, name: str) -> int:
+        """How often something of this name came up in the body before; counts this time."""
+        n = self.counts[name] = self.counts.get(name, -1) + 1
+        return n
+
     def record(self, seq: int, kind: Kind, **fields: Any) -> RawRecord:
         """A record at this site."""
         return RawRecord(

@@ -168,7 +168,7 @@ class Emitter:
             if frame is None or not info.selected or info.dropped:
                 return out
             if self._plan.sparse and not info.is_empty and _all_missing(out):
-                frame.counts[info.base] = frame.counts.get(info.base, -1) + 1
+                frame.count(info.base)
                 return out
             frame.note, frame.source = self._note, site.source
             return self._record(node, frame, info, args, kwargs, out)
@@ -197,25 +197,12 @@ class Emitter:
         self, node: torch.fx.Node, frame: GraphFrame, info: OpInfo, args: Any, kwargs: Any, out: Any
     ) -> Any:
         tracer = self._tracer
-        n = frame.counts[info.base] = frame.counts.get(info.base, -1) + 1
-        seq = tracer.next_seq()
-        record = frame.record(
-            seq,
-            "op",
-            op=info.base,
-            n=n,
-            overload=info.overload,
-            light=info.light,
-            random=info.draws(args, kwargs),
-            source=None,
-            thread=self._state.number,
+        n, seq = frame.count(info.base), tracer.next_seq()
+        record = info.record(
+            frame, seq, n, random=info.draws(args, kwargs), source=None, thread=self._state.number
         )
         tracer.set_save(tracer.options.save_of(frame.path))
-        names = info.names
-        for i, value in enumerate(args):
-            name = names[i] if i < len(names) else str(i)
-            record.args.append((name, self._argument(record, value, f"in.{name}", name in info.blind)))
-        for name, value in kwargs.items():
+        for name, value in info.arguments(args, kwargs):
             record.args.append((name, self._argument(record, value, f"in.{name}", name in info.blind)))
         described = node.meta.get("val")
         seen: Any

@@ -18,13 +18,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from dispatch_trace.capture.ops import base_name
 from dispatch_trace.capture.tapop import NAME
+from dispatch_trace.capture.tracer import is_internal
 from dispatch_trace.schema import GradPhase
 
 _LOCATION = re.compile(r'File "([^"]+)", line (\d+)')
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_DEMO_FILE = _PACKAGE_DIR + "demo.py"  # its models stand for a user's code
 _HOOK_FILES = (_PACKAGE_DIR + "registry.py", _PACKAGE_DIR + "capture" + os.sep + "compiled.py")
-_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE_DIR, "<")
 _TAP = NAME.replace("::", ".")
 _SYMBOLIC = frozenset({"aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset"})
 
@@ -184,6 +183,6 @@ def num_entries(graph: torch.fx.Graph) -> dict[int, int]:
 def source_of(stack_trace: str | None) -> tuple[str, int] | None:
     """File and line of the innermost frame that belongs to the program."""
     for file, line in reversed(_LOCATION.findall(stack_trace or "")):
-        if file == _DEMO_FILE or not file.startswith(_INTERNAL):
+        if not is_internal(file):
             return file, int(line)
     return None

@@ -37,23 +37,9 @@ def capture_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if frame is None or not (frame.records_module or frame.records_ops):
             continue
         try:
-            counter = f"inline:{name}"
-            n = frame.counts.get(counter, 0)
-            frame.counts[counter] = n + 1
+            n, source = frame.count(f"inline:{name}"), tracer.find_source(2)
             with tracer.own_ops(state):
-                tracer.set_save(tracer.options.save_of(frame.path))
-                slots = tracer.value_slots("out", tensor, "out")
-            tracer.put(
-                frame.record(
-                    tracer.next_seq(),
-                    "inline",
-                    name=name,
-                    n=n,
-                    slots=slots,
-                    source=tracer.find_source(2),
-                    thread=state.number,
-                )
-            )
+                tracer.put_inline(frame, name, n, tensor, source=source)
         except Exception as error:
             tracer.fault(error)
     return tensor

@@ -120,8 +120,7 @@ class MetaRecorder(OpRecorder):
         self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         """Counts the op and notes what it was called with."""
-        n = frame.counts.get(info.base, -1) + 1
-        frame.counts[info.base] = n
+        n = frame.count(info.base)
         self.last = seq = self._next()
         named = {k: freeze(v) for k, v in kwargs.items()}
         self._append((op_record, seq, frame, info, n, freeze(args), named, freeze(out), self._number))
@@ -171,20 +170,8 @@ def op_record(
     thread: int,
 ) -> RawRecord:
     """The record of an op, from what `MetaRecorder` noted."""
-    record = frame.record(
-        seq,
-        "op",
-        op=info.base,
-        n=n,
-        overload=info.overload,
-        light=info.light,
-        random=info.random,
-        thread=thread,
-    )
-    names = info.names
-    arguments = [(names[i] if i < len(names) else str(i), v) for i, v in enumerate(values)]
-    arguments += (keywords or {}).items()
-    for name, value in arguments:
+    record = info.record(frame, seq, n, random=info.random, thread=thread)
+    for name, value in info.arguments(values, keywords or {}):
         record.args.append((name, _slots(value, f"in.{name}", "in", record.slots)))
     if result is not None:
         _slots(result, "out", "out", record.slots)

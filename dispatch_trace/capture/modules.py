@@ -351,17 +351,7 @@ class ModuleRecorder:
                 if frame.is_root:
                     tracer.record_written_parameters(state, frame.step)
             producers = [s.producers[-1][0] for s in slots[first:] if s.is_tensor and s.producers]
-            tracer.put(
-                frame.record(
-                    tracer.next_seq(),
-                    "module",
-                    slots=slots,
-                    producer=producers[0] if producers else -1,
-                    opened=frame.opened,
-                    thread=state.number,
-                    note=note,
-                )
-            )
+            tracer.put_module(frame, slots, producer=producers[0] if producers else -1, note=note)
         except Exception as error:
             tracer.fault(error)
         finally:

@@ -8,7 +8,7 @@ to `snapshot` what its tensors hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,6 +158,16 @@ class OpInfo:
         self.composite = _is_composite(func)
         # No question but whose it is stands between the op and its record.
         self.direct = self.selected and not (self.dropped or self.composite)
+
+    def record(self, frame: Frame, seq: int, n: int, **fields: Any) -> RawRecord:
+        """A record of this op in a body, the `n`-th of its name there."""
+        return frame.record(seq, "op", op=self.base, n=n, overload=self.overload, light=self.light, **fields)
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """What was passed, by the names of the schema."""
+        names = self.names
+        named = [(names[i] if i < len(names) else str(i), value) for i, value in enumerate(args)]
+        return named + list(kwargs.items())
 
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call takes something from a random state (attention does so only with dropout)."""
@@ -322,16 +332,11 @@ def before_op(
     kwargs: dict[str, Any],
 ) -> RawRecord:
     """Numbers the op and looks at its inputs, before it runs."""
-    n = frame.counts.get(info.base, 0)
-    frame.counts[info.base] = n + 1
-    seq = tracer.next_seq()
-    record = frame.record(
+    n, seq = frame.count(info.base), tracer.next_seq()
+    record = info.record(
+        frame,
         seq,
-        "op",
-        op=info.base,
-        n=n,
-        overload=info.overload,
-        light=info.light,
+        n,
         random=info.draws(args, kwargs),
         source=tracer.find_source(2),
         thread=state.number,
@@ -340,13 +345,8 @@ def before_op(
         if info.resizes:
             _own_memory((*args, *kwargs.values()))
         tracer.set_save(tracer.options.save_of(frame.path))
-        slots = record.slots
-        names = info.names
-        encoded = record.args
-        for i, value in enumerate(args):
-            name = names[i] if i < len(names) else str(i)
-            encoded.append((name, _argument(tracer, value, f"in.{name}", seq, slots, name in info.blind)))
-        for name, value in kwargs.items():
+        slots, encoded = record.slots, record.args
+        for name, value in info.arguments(args, kwargs):
             encoded.append((name, _argument(tracer, value, f"in.{name}", seq, slots, name in info.blind)))
     return record
 

@@ -22,6 +22,7 @@ from dispatch_trace.capture.frames import STEPS_KEPT, Counters, Frame, ModuleTab
 from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
+from dispatch_trace.registry import Opaque
 from dispatch_trace.schema import NO_CALL, GradPhase, LaterRecord, RawRecord, RawSlot, Save, StepInfo
 from dispatch_trace.store.writer import TraceWriter
 
@@ -54,6 +55,8 @@ def encode(value: Any) -> Any:
         return [encode(v) for v in value]
     if isinstance(value, dict):
         return {"dict": {str(k): encode(v) for k, v in value.items()}}
+    if kind is Opaque:
+        return {"opaque": value.name}
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return {"opaque": kind.__name__}
     if isinstance(value, int):  # an enum, a bool subclass
@@ -63,6 +66,13 @@ def encode(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)
     return {"opaque": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def is_internal(file: str) -> bool:
+    """Whether a source file is torch's or this package's, and so none of the user's."""
+    return file != _DEMO_FILE and (
+        file.startswith((_TORCH_DIR, _PACKAGE_DIR, "<")) or f"{os.sep}contextlib" in file
+    )
 
 
 class SourceFinder:
@@ -77,9 +87,7 @@ class SourceFinder:
             name = frame.f_code.co_filename
             internal = self._internal.get(name)
             if internal is None:
-                internal = self._internal[name] = name != _DEMO_FILE and (
-                    name.startswith((_TORCH_DIR, _PACKAGE_DIR, "<")) or f"{os.sep}contextlib" in name
-                )
+                internal = self._internal[name] = is_internal(name)
             if not internal:
                 return name, frame.f_lineno
             frame = frame.f_back  # type: ignore[assignment]
@@ -209,6 +217,42 @@ class Tracer:
     def put(self, record: RawRecord) -> None:
         self.num_records += 1
         self.writer.put(record)
+
+    def put_module(self, frame: Frame, slots: list[RawSlot], *, producer: int = -1, note: str = "") -> None:
+        """Hands over the record of a module call that has returned."""
+        self.put(
+            frame.record(
+                self.next_seq(),
+                "module",
+                slots=slots,
+                producer=producer,
+                opened=frame.opened,
+                thread=self.state.number,
+                note=note,
+            )
+        )
+
+    def put_inline(
+        self,
+        frame: Frame,
+        name: str,
+        n: int,
+        tensor: Any,
+        *,
+        source: tuple[str, int] | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """Hands over the record of the `n`-th inline capture of a name; within `own_ops`.
+
+        Args:
+          fresh: as for `value_slots`.
+        """
+        self.set_save(self.options.save_of(frame.path))
+        slots = self.value_slots("out", tensor, "out", fresh=fresh)
+        seq = self.next_seq()
+        self.put(
+            frame.record(seq, "inline", name=name, n=n, slots=slots, source=source, thread=self.state.number)
+        )
 
     def put_rows(self, rows: list[LaterRecord]) -> None:
         """Hands over records that are numbered already."""
