@@ -18,9 +18,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dispatch_trace import __version__
-from dispatch_trace.errors import ConfigError, DispatchTraceError
+from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
+
+if TYPE_CHECKING:
+    from dispatch_trace.session import Alignment
 
 EXIT_STATUS = {"match": 0, "diverged": 1, "inconclusive": 3}
 EXIT_UNREADABLE = 2
@@ -100,10 +104,21 @@ def _align(options: argparse.Namespace) -> int:
             twins=None if options.twins else False,
             progress=progress,
         )
+    written = "" if options.repro is None else _repro(alignment, options.repro)
     if options.json is not None:
         alignment.to_json(options.json)
     print(text.alignment(alignment, ref=options.ref, target=options.target, top=options.top))
+    if written:
+        print(f"\nrepro     {written}")
     return EXIT_STATUS[alignment.verdict]
+
+
+def _repro(alignment: Alignment, folder: str) -> str:
+    """What was written, or why nothing was: that changes nothing about the verdict."""
+    try:
+        return str(alignment.repro(folder))
+    except NotExecutableError as error:
+        return f"not written: {error}"
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -216,6 +231,9 @@ def _parser() -> argparse.ArgumentParser:
     align.add_argument("--exact", action="store_true", help="bitwise: any difference is a divergence")
     align.add_argument(
         "--top", metavar="N", type=_count, default=3, help="list N findings (default %(default)s)"
+    )
+    align.add_argument(
+        "--repro", metavar="DIR", help="write a script that replays the first finding alone (docs/proofs.md)"
     )
     align.add_argument("--json", metavar="FILE", help="write the same facts for programs (docs/json.md)")
     align.set_defaults(run=_align)

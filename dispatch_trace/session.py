@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
+    from dispatch_trace.report.repro import Repro
+
 SCHEMA = 1
 _FIELDS = (
     "kind",
@@ -442,6 +444,36 @@ class Alignment:
         result: dict[str, Any] = found
         return result
 
+    def repro(self, folder: str | os.PathLike[str], finding: Finding | None = None) -> Repro:
+        """Writes a script and one safetensors file that replay the guilty op, or its region, alone.
+
+        The script needs torch and safetensors only. It prints how far what was recorded, a re-run, the
+        float64 truth and the reference's value are from each other, and exits with 1 when the fault shows
+        (docs/proofs.md). Ops that cannot be run again take their recorded results: `Repro.taken`, and
+        `evidence["taken"]` of the finding.
+
+        Args:
+          folder: made where it does not exist.
+          finding: one of `findings`; None: the first fatal one, else the first.
+        Raises:
+          NotExecutableError: there is no finding, or the target's trace lacks what the op read or returned.
+            Nothing is written.
+          ConfigError: `folder` is a file.
+        """
+        from dispatch_trace.report.repro import write_repro
+
+        chosen = finding or self.first or next(iter(self.findings), None)
+        if chosen is None:
+            raise NotExecutableError("the alignment has no finding: there is nothing to replay.")
+        target = _rank_of(Trace(self.target), chosen)
+        ref = next((r for r in Trace(self.ref).ranks if r.rank == target.rank), None)
+        if ref is None:
+            raise NotExecutableError(f"{self.ref} has no rank {target.rank}.")
+        written = write_repro(folder, chosen, self.pairs, ref, target)
+        if written.taken:
+            chosen.evidence["taken"] = dict(written.taken)
+        return written
+
     def __repr__(self) -> str:
         first = self.first
         where = (
@@ -549,6 +581,20 @@ def align(
         ref=str(first.path),
         target=str(second.path),
     )
+
+
+def _rank_of(trace: Trace, finding: Finding) -> RankReader:
+    """The rank that a finding is about: the one whose record it names."""
+    for reader in trace.ranks:
+        if finding.seq >= 0 and len(trace.ranks) > 1:
+            try:
+                record = reader.record(finding.seq)
+            except KeyError:
+                continue
+            if (record.step, record.op) != (finding.step, finding.op or record.op):
+                continue
+        return reader
+    return trace.ranks[0]
 
 
 def _golden(third: Trace, ref: RankReader, target: RankReader, rename: Any, rows: Any, steps: Any) -> Golden:
