@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
+    from dispatch_trace.isolate import Isolation
     from dispatch_trace.report.repro import Repro
 
 SCHEMA = 1
@@ -443,6 +444,36 @@ class Alignment:
                 file.write("\n")
         result: dict[str, Any] = found
         return result
+
+    def isolate(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        *,
+        modules: str | Iterable[str] | None = None,
+        compile: bool | str = False,
+    ) -> Isolation:
+        """Runs modules of the target's model alone, on the inputs that the reference recorded for them.
+
+        The model is left as it was. What cannot be run is a row that says why (docs/proofs.md).
+
+        Args:
+          model: that the target was recorded from; a dict of named models, where it has several.
+          modules: patterns over module paths of the target. None: the modules of the findings, those
+            around them and the innermost ones beneath them; without findings all innermost ones.
+          compile: compile each module by itself: True (inductor) or the name of a backend. Code that was
+            compiled before is compiled again when it runs next.
+        Returns: one row for each module call, `print` shows them as a table.
+        Raises:
+          ConfigError: no module calls are paired. PatternError, NoMatchError: of `modules`.
+        """
+        from dispatch_trace.isolate import isolate
+
+        first = self.first
+        target = _rank_of(Trace(self.target), first) if first else Trace(self.target).ranks[0]
+        ref = next((r for r in Trace(self.ref).ranks if r.rank == target.rank), None)
+        if ref is None:
+            raise ConfigError(f"{self.ref} has no rank {target.rank}.")
+        return isolate(model, ref, target, self.pairs, self.findings, modules=modules, compile=compile)
 
     def repro(self, folder: str | os.PathLike[str], finding: Finding | None = None) -> Repro:
         """Writes a script and one safetensors file that replay the guilty op, or its region, alone.

@@ -125,9 +125,9 @@ class _Plan:
     # What to replay -----------------------------------------------------------------------------------
 
     def make(self) -> None:
-        for pair in self.pairs:
-            if pair.target is not None and pair.target.rank == self.target.rank:
-                self._pairs.setdefault(pair.target.seq, pair)
+        for row in self.pairs:
+            if row.target is not None and row.target.rank == self.target.rank:
+                self._pairs.setdefault(row.target.seq, row)
         if self.finding.seq < 0:
             raise NotExecutableError(f"{self._where()}: the finding names no record of the target")
         anchor = self.target.record(self.finding.seq)
