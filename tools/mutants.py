@@ -3,11 +3,13 @@
 
     python tools/mutants.py                             30 mutants, 10 clean pairs, tensors and stats
     python tools/mutants.py --json out.json --num 60    resumable: what the file holds is not run again
+    python tools/mutants.py --seeds 1-5 --precision mixed --save leaves --arch llama,t5
+    python tools/mutants.py --kernels --num 60 --save tensors    one op's result is slightly wrong
     python tools/mutants.py --only 'llama-rope*' --keep DIR    these cases, and their traces
 
-Half of the mutants have changed weights. Which kinds, layers and constants is a function of --seed alone.
-With --target-dtype bfloat16 every target is converted after its bug was planted, and bugs that this rounds
-away bit for bit are drawn again: the reference stays in float32. --no-twins judges by estimates alone.
+Half of the mutants have changed weights. Which kinds, layers and constants is a function of the seed alone.
+With --precision mixed every target is converted to bfloat16 after its bug was planted, with bf16 both models
+are; bugs that this rounds away bit for bit are drawn again. --no-twins judges by estimates alone.
 Each pair is recorded and aligned through the public API; a case that fails is a row, and the rest goes on.
 The naive rules of `mutation.naive` are judged on the same pairs.
 
@@ -29,10 +31,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,14 +43,32 @@ import mutation.clean
 import mutation.kernels
 import mutation.models
 import mutation.program
+import mutation.rounding
 import mutation.weights  # noqa: F401
-import torch
-from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Truth, build, parse_name
+from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Precision, Truth, build, parse_name
 from mutation.naive import RULES, first_differing
 
 import dispatch_trace as dt
 
 SAVES = ("tensors", "leaves", "stats")
+Group = Literal["program", "weights", "fault"]
+# What a planted bug changes -> the group of cases that it is drawn in.
+_GROUPS: dict[str, Group] = {
+    "program": "program",
+    "kernel": "program",
+    "weights": "weights",
+    "fault": "fault",
+}
+# One case of each sort, small enough for every commit.
+QUICK = (
+    "llama-rope_pairs-0",
+    "gpt2-norm_eps-0",
+    "mixtral-weight_scaled-0",
+    "vit-kernel_scaled-0",
+    "bert-weight_transposed-0",
+    "bert-saved_and_loaded-0",
+    "qwen-attention_fused-0",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,11 +76,11 @@ class Row:
     """One case judged at one level of saving; what the JSON file holds.
 
     Attributes:
-      case, seed, save, target_dtype, twins: what was run and how; together they identify the row.
+      case, seed, save, precision, twins: what was run and how; together they identify the row.
       arch, kind: parts of the case's name.
       changes: "program", "kernel" or "weights" (what the planted bug changes), "" for a clean pair.
       attention, what: implementation of both models; the bug in words.
-      true_module, true_call, true_ops, accept_modules: see `mutation.cases.Truth`.
+      true_module, true_call, true_ops, true_n, accept_modules: see `mutation.cases.Truth`.
       effect: relative L2 between the outputs; noise: the reference's own float32 error, likewise.
       draws: how many draws it took until the bug reached the output.
       verdict, found_module, found_call, found_op, found_label: the alignment's answer and its first finding.
@@ -75,7 +95,7 @@ class Row:
     case: str
     seed: int
     save: str
-    target_dtype: str = ""
+    precision: Precision = "fp32"
     twins: bool = True
     arch: str = ""
     kind: str = ""
@@ -85,6 +105,7 @@ class Row:
     true_module: str | None = None
     true_call: int | None = None
     true_ops: list[str] | None = None
+    true_n: int | None = None
     accept_modules: list[str] = field(default_factory=list)
     effect: float | None = None
     noise: float | None = None
@@ -93,6 +114,7 @@ class Row:
     found_module: str | None = None
     found_call: int | None = None
     found_op: str | None = None
+    found_n: int | None = None
     found_label: str | None = None
     module_ok: bool | None = None
     op_ok: bool | None = None
@@ -104,47 +126,74 @@ class Row:
 
     @property
     def key(self) -> tuple[str, int, str, str, bool]:
-        return self.case, self.seed, self.save, self.target_dtype, self.twins
+        return self.case, self.seed, self.save, self.precision, self.twins
 
     @property
     def is_clean(self) -> bool:
         return self.changes == ""
 
 
-def draw_cases(num: int, seed: int, *, weights: bool) -> list[str]:
-    """Names of `num` mutants of one half: kinds in a shuffled order, the architectures in turn."""
-    kinds = sorted(kind for kind, known in MUTANTS.items() if (known.changes == "weights") == weights)
-    random.Random(f"{seed}/{weights}").shuffle(kinds)
+def draw_cases(
+    num: int, seed: int, group: Group, kinds: Collection[str] = (), archs: Collection[str] = ()
+) -> list[str]:
+    """Names of `num` mutants of one group: kinds in a shuffled order, the architectures in turn.
+
+    Args:
+      group: which kinds: those with changed weights, those with another program (or a coarse kernel), or
+        faulty kernels.
+      kinds, archs: only these; none: all.
+    """
+    offers = {
+        kind: [arch for arch in known.archs if not archs or arch in archs]
+        for kind, known in sorted(MUTANTS.items())
+        if _GROUPS[known.changes] == group and (not kinds or kind in kinds)
+    }
+    order = [kind for kind, offered in offers.items() if offered]
+    if not order:
+        return []
+    chance = random.Random(f"{seed}/{group}")
+    chance.shuffle(order)
+    for offered in offers.values():
+        chance.shuffle(offered)
     names: list[str] = []
-    uses: Counter[str] = Counter()
-    archs = list(ARCHS)
+    uses: Counter[str] = Counter()  # of architectures, so that none is left out
     for position in range(num):
-        kind = kinds[position % len(kinds)]
-        offered = MUTANTS[kind].archs
-        arch = offered[uses[kind] % len(offered)]
-        if len(offered) > 1 and uses[kind] == 0:
-            arch = archs[position % len(archs)]
-        uses[kind] += 1
+        kind = order[position % len(order)]
+        lap = position // len(order)
+        least = min(uses[arch] for arch in offers[kind])
+        fresh = [arch for arch in offers[kind] if uses[arch] == least]
+        arch = fresh[lap % len(fresh)]
+        uses[arch] += 1
         number = sum(name.startswith(f"{arch}-{kind}-") for name in names)
         names.append(f"{arch}-{kind}-{number}")
     return names
 
 
-def clean_cases(num: int) -> list[str]:
+def clean_cases(num: int, kinds: Collection[str] = (), archs: Collection[str] = ()) -> list[str]:
     """Names of `num` clean pairs: every kind once, the architectures in turn, then again."""
-    kinds = list(CLEAN.values())
-    names = []
-    for position in range(num):
-        lap, place = divmod(position, len(kinds))
-        offered = kinds[place].archs
-        names.append(f"{offered[(place + lap) % len(offered)]}-{kinds[place].kind}-{lap // len(offered)}")
+    offers = {
+        kind: [arch for arch in known.archs if not archs or arch in archs]
+        for kind, known in CLEAN.items()
+        if not kinds or kind in kinds
+    }
+    order = [kind for kind, offered in offers.items() if offered]
+    names: list[str] = []
+    for position in range(num if order else 0):
+        lap, place = divmod(position, len(order))
+        offered = offers[order[place]]
+        arch = offered[(place + lap) % len(offered)]
+        number = sum(name.startswith(f"{arch}-{order[place]}-") for name in names)
+        names.append(f"{arch}-{order[place]}-{number}")
     return names
 
 
-def every_case() -> list[str]:
+def every_case(kinds: Collection[str] = (), archs: Collection[str] = ()) -> list[str]:
     """Each kind once on each architecture."""
     return [
-        f"{arch}-{known.kind}-0" for known in [*MUTANTS.values(), *CLEAN.values()] for arch in known.archs
+        f"{arch}-{known.kind}-0"
+        for known in [*MUTANTS.values(), *CLEAN.values()]
+        for arch in known.archs
+        if (not kinds or known.kind in kinds) and (not archs or arch in archs)
     ]
 
 
@@ -180,16 +229,16 @@ def run_case(
     saves: Iterable[str],
     keep: Path | None = None,
     *,
-    target_dtype: str = "",
+    precision: Precision = "fp32",
     twins: bool = True,
 ) -> list[Row]:
     """Builds, records and judges one case; a failure becomes the rows' `error`."""
     arch, kind, _ = parse_name(name)
     changes = MUTANTS[kind].changes if kind in MUTANTS else ""
-    how: dict[str, Any] = {"target_dtype": target_dtype, "twins": twins, "arch": arch, "kind": kind}
+    how: dict[str, Any] = {"precision": precision, "twins": twins, "arch": arch, "kind": kind}
     rows = [Row(case=name, seed=seed, save=save, changes=changes, **how) for save in saves]
     try:
-        built = build(name, seed, getattr(torch, target_dtype) if target_dtype else None)
+        built = build(name, seed, precision)
         claims = first_differing(built.subject)
     except Exception as error:
         for row in rows:
@@ -202,7 +251,8 @@ def run_case(
         began = time.perf_counter()
         try:
             traces = record_pair(built, directory, row.save)
-            _judge(row, built.truth, dt.align(*traces, twins=None if twins else False))
+            alignment = dt.align(*traces, twins=None if twins else False)
+            _judge(row, built.truth, alignment, _op_numbers(traces[1]))
         except Exception as error:
             row.error = _message(error)
         finally:
@@ -220,6 +270,7 @@ def _describe_case(row: Row, built: Built, claims: dict[str, str | None]) -> Non
         row.what = truth.what
         row.true_module, row.true_call = truth.module, truth.call
         row.true_ops = None if truth.ops is None else list(truth.ops)
+        row.true_n = truth.n
         row.accept_modules = list(truth.accept_modules)
     for rule, claim in claims.items():
         verdict = "match" if claim is None else "diverged"
@@ -227,18 +278,24 @@ def _describe_case(row: Row, built: Built, claims: dict[str, str | None]) -> Non
         row.naive[rule] = _outcome(truth, verdict, right)
 
 
-def _judge(row: Row, truth: Truth | None, alignment: Any) -> None:
+def _op_numbers(target: Path) -> dict[int, int]:
+    """Which op of its name in its call a record is, by the record's number."""
+    return {record.seq: record.n for record in dt.open(target).records if record.kind == "op"}
+
+
+def _judge(row: Row, truth: Truth | None, alignment: Any, numbers: Mapping[int, int]) -> None:
     row.verdict = alignment.verdict
     first = alignment.first
     if first is not None:
         row.found_module, row.found_call = first.module, first.call
         row.found_op, row.found_label = first.op, first.label
+        row.found_n = numbers.get(first.seq)
     if truth is not None:
         diverged = row.verdict == "diverged" and first is not None
         accepted = (truth.module, *truth.accept_modules)
         row.module_ok = diverged and row.found_module in accepted and row.found_call == truth.call
         if truth.ops is not None:
-            row.op_ok = row.module_ok and row.found_op in truth.ops
+            row.op_ok = row.module_ok and row.found_op in truth.ops and truth.n in (None, row.found_n)
         listed = next(iter(alignment.findings), None)
         row.named = listed is not None and listed.module in accepted
     row.outcome = _outcome(truth, row.verdict, bool(row.module_ok))
@@ -269,7 +326,7 @@ def describe(row: Row) -> str:
         found += " (op wrong)"
     if row.outcome == "inconclusive" and row.named:
         found += "suspects the right module"
-    if row.outcome not in ("located", "match") and row.true_module is not None:
+    if (row.outcome not in ("located", "match") or row.op_ok is False) and row.true_module is not None:
         found += f" | truth: {row.true_module} {'/'.join(row.true_ops or ['-'])}, {row.what}"
     assert row.effect is not None and row.noise is not None
     return f"{row.case:32} {row.save:8} {row.outcome:13} {row.effect:7.1e}/{row.noise:7.1e}  {found}"
@@ -305,6 +362,18 @@ def _score(name: str, outcomes: Sequence[tuple[bool, str]], ops: str) -> str:
     )
 
 
+def not_located(rows: Sequence[Row]) -> str:
+    """What was not located to the op, and what did not match, by kind; "" if all was right."""
+    bad = [row for row in rows if row.outcome not in ("located", "match") or row.op_ok is False]
+    lines: list[str] = []
+    for kind in sorted({row.kind for row in bad}):
+        total = sum(row.kind == kind for row in rows)
+        mine = [row for row in bad if row.kind == kind]
+        lines.append(f"\n{kind}: {len(mine)} of {total}")
+        lines += [f"  {row.seed}/{row.precision}/{describe(row)}" for row in mine]
+    return "\n".join([*lines, ""]) if lines else ""
+
+
 def load_rows(file: Path) -> list[Row]:
     """Rows of an earlier run, [] when there is no such file."""
     return [Row(**row) for row in json.loads(file.read_text())] if file.exists() else []
@@ -325,13 +394,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-clean", type=int, default=10, help="clean pairs")
     parser.add_argument("--all", action="store_true", help="every kind on every architecture instead")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="these cases instead (shell patterns)")
+    parser.add_argument("--arch", metavar="NAMES", help="only these architectures, comma-separated")
+    parser.add_argument("--kind", metavar="NAMES", help="only these kinds, comma-separated")
+    parser.add_argument("--quick", action="store_true", help="the few cases that run with every commit")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", metavar="LIST", help="several, one after the other: 1-5,8")
     parser.add_argument("--save", default="tensors,stats", help=f"comma-separated: {', '.join(SAVES)}")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="results; rows that it holds are not run again"
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the traces under DIR")
-    parser.add_argument("--target-dtype", choices=("bfloat16", "float16"), default="", help="of targets")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "mixed"),
+        default="fp32",
+        help="of both models; mixed: a bfloat16 target against a float32 reference",
+    )
+    parser.add_argument("--kernels", action="store_true", help="faulty kernels instead: --num of them")
     parser.add_argument("--no-twins", dest="twins", action="store_false", help="judge by estimates alone")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     options = parser.parse_args(arguments)
@@ -340,22 +419,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not set(saves) <= set(SAVES):
         parser.error(f"--save {options.save}: expected some of {', '.join(SAVES)}")
     try:
-        names = _wanted(options)
+        cases = [(name, seed) for seed in _seeds(options) for name in _wanted(options, seed)]
     except ValueError as error:
         parser.error(str(error))
     if options.list:
-        print("\n".join(names))
+        print("\n".join(dict.fromkeys(name for name, _ in cases)))
         return 0
 
-    run = functools.partial(run_case, target_dtype=options.target_dtype, twins=options.twins)
+    run = functools.partial(run_case, precision=options.precision, twins=options.twins)
     rows = load_rows(options.json) if options.json else []
     done = {row.key: row for row in rows if not row.error}
     rows = list(done.values())
     shown: list[Row] = []
-    for name in names:
-        keys = {save: (name, options.seed, save, options.target_dtype, options.twins) for save in saves}
+    for name, seed in cases:
+        keys = {save: (name, seed, save, options.precision, options.twins) for save in saves}
         missing = [save for save in saves if keys[save] not in done]
-        fresh = run(name, options.seed, missing, options.keep) if missing else []
+        fresh = run(name, seed, missing, options.keep) if missing else []
         rows.extend(fresh)
         if options.json and fresh:
             save_rows(options.json, rows)
@@ -365,20 +444,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe(row), flush=True)
     print()
     print(scoreboard(shown))
+    print(not_located(shown), end="")
     return 0
 
 
-def _wanted(options: argparse.Namespace) -> list[str]:
+def _seeds(options: argparse.Namespace) -> list[int]:
+    """`--seeds 1-3,7` in full; else the one seed."""
+    if options.seeds is None:
+        return [options.seed]
+    found: list[int] = []
+    for part in options.seeds.split(","):
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _wanted(options: argparse.Namespace, seed: int) -> list[str]:
+    if options.quick:
+        return list(QUICK)
     if options.only:
         return select_cases(options.only)
+    only = {"kinds": _listed(options.kind), "archs": _listed(options.arch)}
+    unknown = [kind for kind in only["kinds"] if kind not in MUTANTS and kind not in CLEAN]
+    unknown += [arch for arch in only["archs"] if arch not in ARCHS]
+    if unknown:
+        raise ValueError(f"no such kind or architecture: {', '.join(unknown)}; see --list --all")
     if options.all:
-        return every_case()
+        return every_case(**only)
+    if options.kernels:
+        return draw_cases(options.num, seed, "fault", **only)
     num_weights = options.num // 2
     return [
-        *draw_cases(options.num - num_weights, options.seed, weights=False),
-        *draw_cases(num_weights, options.seed, weights=True),
-        *clean_cases(options.num_clean),
+        *draw_cases(options.num - num_weights, seed, "program", **only),
+        *draw_cases(num_weights, seed, "weights", **only),
+        *clean_cases(options.num_clean, **only),
     ]
+
+
+def _listed(text: str | None) -> list[str]:
+    return [] if text is None else text.split(",")
 
 
 if __name__ == "__main__":

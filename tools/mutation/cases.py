@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 T = TypeVar("T")
-Changes = Literal["program", "kernel", "weights"]
+Changes = Literal["program", "kernel", "weights", "fault"]
+Precision = Literal["fp32", "bf16", "mixed"]
 Inputs = dict[str, Any]
 
 # A planted bug counts when it moves the output by this much more than float32 rounding does.
@@ -53,6 +54,7 @@ class Truth:
       ops: base names of the ops that may be named; None where no op of the target is to blame (an op is
         missing, or only the wiring is wrong), so that the module alone is judged.
       call: 0-based call of the module.
+      n: which op of that name in the call's own body; None where any of `ops` will do.
       accept_modules: other modules that are right too.
       what: what was planted, in words.
     """
@@ -61,6 +63,7 @@ class Truth:
     what: str
     ops: tuple[str, ...] | None = None
     call: int = 0
+    n: int | None = None
     accept_modules: tuple[str, ...] = ()
 
 
@@ -141,7 +144,8 @@ def mutant(
 
     Args:
       archs: the architectures that have the place where it lives; none named: all.
-      changes: "weights" where a parameter differs, else "program" or "kernel".
+      changes: "weights" where a parameter differs, "program" or "kernel"; "fault" for a kernel whose results
+        are off by so little that they need not show at the outputs.
       attention: the attention implementation it needs; None: either, by chance.
     """
 
@@ -193,14 +197,14 @@ class Built:
     draws: int
 
 
-def build(name: str, seed: int, target_dtype: torch.dtype | None = None) -> Built:
-    """The case `arch-kind-number`, a function of its name, the seed and the target's dtype.
+def build(name: str, seed: int, precision: Precision = "fp32") -> Built:
+    """The case `arch-kind-number`, a function of its name, the seed and the precision.
 
     A draw whose bug does not reach the output (a corrupted element that the mask hides) is drawn again.
 
     Args:
-      target_dtype: the target, once it has its bug, is converted to this dtype; a bug that this rounds away
-        bit for bit is drawn again. None: both models stay in float32.
+      precision: "bf16": both models, once the bug is planted, are converted to bfloat16; "mixed": the target
+        alone; a bug that this rounds away bit for bit is drawn again. "fp32": both stay in float32.
 
     Raises:
       ValueError: there is no such architecture or kind.
@@ -208,12 +212,15 @@ def build(name: str, seed: int, target_dtype: torch.dtype | None = None) -> Buil
     """
     arch, kind, _ = parse_name(name)
     harmless = CLEAN.get(kind)
+    faulty = not harmless and MUTANTS[kind].changes == "fault"
     for attempt in range(_MAX_DRAWS):
         draw = Draw(f"{seed}/{name}/{attempt}")
         wanted = harmless.attention if harmless else MUTANTS[kind].attention
         attention = draw.choice(("eager", "sdpa"))
         subject = _subject(arch, wanted or attention, draw)
         truth, tolerated = None, float("inf")
+        if faulty:  # which ops there are, and how they round, depends on the precision
+            _convert(subject, precision)
         if harmless:
             tolerated = harmless.apply(subject)
         else:
@@ -223,11 +230,14 @@ def build(name: str, seed: int, target_dtype: torch.dtype | None = None) -> Buil
         if not harmless and effect == 0:
             continue
         exact = copy.deepcopy(subject.reference).double()
-        noise = _worst_distance(reference, _run(exact, subject.inputs, []))
-        if harmless or effect > _MIN_EFFECT_OVER_NOISE * noise:
-            if target_dtype is not None:
-                convert(subject.target, target_dtype)
-                if not harmless and _is_rounded_away(subject, target_dtype):
+        inputs = {name: _widened(value) for name, value in subject.inputs.items()}
+        noise = _worst_distance(reference, _run(exact, inputs, []))
+        if faulty and _is_rounded_away(subject):
+            continue
+        if harmless or faulty or effect > _MIN_EFFECT_OVER_NOISE * noise:
+            if not faulty and precision != "fp32":
+                _convert(subject, precision)
+                if not harmless and _is_rounded_away(subject):
                     continue
             return Built(
                 subject=subject,
@@ -240,16 +250,28 @@ def build(name: str, seed: int, target_dtype: torch.dtype | None = None) -> Buil
     raise AssertionError(f"{name}: none of {_MAX_DRAWS} draws reached the output")
 
 
+def _convert(subject: Subject, precision: Precision) -> None:
+    if precision == "bf16":
+        convert(subject.reference, torch.bfloat16)
+    if precision != "fp32":
+        convert(subject.target, torch.bfloat16)
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
 def convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Parameters only: rotary frequencies stay float32, as they do in a loaded checkpoint."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
-def _is_rounded_away(subject: Subject, dtype: torch.dtype) -> bool:
-    """Whether the converted target gives, bit for bit, what the reference would in its dtype."""
+def _is_rounded_away(subject: Subject) -> bool:
+    """Whether the target gives, bit for bit, what the reference would in its dtype."""
     clean = copy.deepcopy(subject.reference)
-    convert(clean, dtype)
+    for mine, theirs in zip(clean.parameters(), subject.target.parameters(), strict=True):
+        mine.data = mine.data.to(theirs.dtype)
     sound = _run(clean, subject.inputs, subject.around_reference)
     return all(map(torch.equal, subject.run_target(), sound))
 

@@ -1,8 +1,9 @@
-"""Faulty kernels: one op of one module returns something else than it should.
+"""Faulty kernels: one op of one module call returns something else than it should.
 
 The fault sits *below* the recorder: a dispatch mode entered before it stands in for the kernel, so that the
 trace holds the same ops with the same arguments, and one wrong result. Which op is drawn from those that
-the module's own body runs on floats.
+the module's own body runs on floats. The `kernel_*` kinds are coarse enough to be seen in the output of a
+float32 model; the `fault_*` kinds (in `rounding`) are not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,11 +79,24 @@ def kernel_bfloat16(subject: Subject) -> Truth:
 def _faulty(
     subject: Subject, what: str, corrupt: Corrupt | None, only: tuple[str, ...] | None = None
 ) -> Truth:
-    sites = [site for site in _sites(subject) if only is None or site[1] in only]
-    path, op, n = subject.draw.choice(sites)
-    fault = _Fault(subject.target, path, op, n, corrupt)
+    site = subject.draw.choice([s for s in sites_of(subject) if only is None or s.op in only])
+    fault = _Fault(subject.target, site, corrupt)
     subject.around_target.append(fault.planted)
-    return Truth(module=path, ops=(op,), what=f"{op} {n}: {what}")
+    return site.truth(what)
+
+
+class Site(NamedTuple):
+    """The n-th op of a name in the body of one module call."""
+
+    module: str
+    call: int
+    op: str
+    n: int
+
+    def truth(self, what: str) -> Truth:
+        return Truth(
+            module=self.module, call=self.call, ops=(self.op,), n=self.n, what=f"{self.op} {self.n}: {what}"
+        )
 
 
 def base_name(func: torch._ops.OpOverload) -> str:
@@ -90,19 +104,21 @@ def base_name(func: torch._ops.OpOverload) -> str:
     return func._schema.name.replace("::", ".").removesuffix("_")
 
 
-class _Bodies(TorchDispatchMode):
-    """Knows, for every op, in which module's own body it runs."""
+class Bodies(TorchDispatchMode):
+    """Knows, for every op, in which module call's own body it runs."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._stack: list[str] = []
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self._stack: list[tuple[str, int]] = []
+        self._seen: Counter[tuple[str, int, str]] = Counter()
+        self._calls: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
         """Follows the module calls and the ops of one run."""
         self._seen.clear()
+        self._calls.clear()
         kept: list[tuple[torch.nn.Module, Any]] = []
         try:
             for path, module in self._model.named_modules():
@@ -119,7 +135,8 @@ class _Bodies(TorchDispatchMode):
     def _followed(self, path: str, forward: Any) -> Any:
         @functools.wraps(forward)
         def followed(*args: Any, **kwargs: Any) -> Any:
-            self._stack.append(path)
+            self._stack.append((path, self._calls[path]))
+            self._calls[path] += 1
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -130,23 +147,24 @@ class _Bodies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._stack:
             return func(*args, **(kwargs or {}))
-        site = (self._stack[-1], base_name(func))
-        n = self._seen[site]
-        self._seen[site] += 1
-        return self.run((*site, n), func, args, kwargs or {})
+        key = (*self._stack[-1], base_name(func))
+        site = Site(*key, self._seen[key])
+        self._seen[key] += 1
+        return self.run(site, func, args, kwargs or {})
 
-    def run(self, site: tuple[str, str, int], func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-class _Log(_Bodies):
+class _Log(Bodies):
     """Lists the ops that a kernel fault can be planted in."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self.sites: list[tuple[str, str, int]] = []
+        self.sites: list[Site] = []
+        self.sizes: dict[Site, int] = {}
 
-    def run(self, site: tuple[str, str, int], func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         first = out[0] if isinstance(out, tuple | list) and out else out
         aliases = any(result.alias_info is not None for result in func._schema.returns)
@@ -155,22 +173,23 @@ class _Log(_Bodies):
             and first.is_floating_point()
             and first.numel() > 1
             and not aliases
-            and site[1] not in _NO_ARITHMETIC
+            and site.op not in _NO_ARITHMETIC
             and first.abs().max().item() < _HUGE
         ):
             self.sites.append(site)
+            self.sizes[site] = first.numel()
         return out
 
 
-class _Fault(_Bodies):
+class _Fault(Bodies):
     """Corrupts the result (or, without `corrupt`, rounds the operands) of the n-th such op of a body."""
 
-    def __init__(self, model: torch.nn.Module, path: str, op: str, n: int, corrupt: Corrupt | None) -> None:
+    def __init__(self, model: torch.nn.Module, site: Site, corrupt: Corrupt | None) -> None:
         super().__init__(model)
-        self._site = (path, op, n)
+        self._site = site
         self._corrupt = corrupt
 
-    def run(self, site: tuple[str, str, int], func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
         if site != self._site:
             return func(*args, **kwargs)
         if self._corrupt is None:
@@ -181,8 +200,9 @@ class _Fault(_Bodies):
         return out
 
 
-def _sites(subject: Subject) -> list[tuple[str, str, int]]:
+def sites_of(subject: Subject, at_least: int = 2) -> list[Site]:
+    """Where a kernel fault can be planted: ops on floats whose result has that many elements."""
     log = _Log(copy.deepcopy(subject.target))
     with torch.no_grad(), log.planted():
         log._model(**subject.target_inputs)
-    return log.sites
+    return [site for site in log.sites if log.sizes[site] >= at_least]
