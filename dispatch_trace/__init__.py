@@ -21,6 +21,7 @@ _HOMES = {
     "CaptureConfig": "dispatch_trace.config",
     "TensorRegistry": "dispatch_trace.registry",
     "tap": "dispatch_trace.capture.graph",
+    "inject": "dispatch_trace.inject",
     "open": "dispatch_trace.session",
     "align": "dispatch_trace.session",
     "Trace": "dispatch_trace.session",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from dispatch_trace.capture.inline import capture_tensor as capture_tensor
     from dispatch_trace.config import CaptureConfig as CaptureConfig
     from dispatch_trace.errors import *  # noqa: F403 - the names listed in _HOMES
+    from dispatch_trace.inject import inject as inject
     from dispatch_trace.judge.verdict import Finding as Finding
     from dispatch_trace.model_capture import ModelCapture as ModelCapture
     from dispatch_trace.recorder import check_observer as check_observer
