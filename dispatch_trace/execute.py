@@ -76,8 +76,40 @@ def iterate(
     Raises:
       NotExecutableError: the trace holds no data of leaves.
     """
-    check_executable(reader)
     run = Run(reader, dtype, Execution() if execution is None else execution, leaf=leaf)
+    yield from _steps(run, until=until, inputs=inputs, progress=progress)
+
+
+def replay(
+    reader: RankReader, *, execution: Execution | None = None, progress: Progress | None = None
+) -> Iterator[tuple[StoredRecord, Values, list[Difference]]]:
+    """Runs every op in the recorded precision on what it read when it was recorded.
+
+    What comes out other than recorded is handed out and then replaced by what was recorded, so that the ops
+    behind it read that. Where only leaves were kept it cannot be: what reads it is "inherited".
+
+    Args:
+      execution, progress: as in `iterate`.
+    Yields: an op record, what it read and what it gives here by slot name (views of live memory, valid until
+      the next step), and the slots whose hash did not come back.
+    Raises:
+      NotExecutableError: the trace holds no data of leaves.
+    """
+    run = Run(reader, None, Execution() if execution is None else execution)
+    differing = run.execution.differing
+    known = 0
+    for record, values in _steps(run, until=None, inputs=True, progress=progress):
+        if len(differing) > known and record.kind == "op":
+            yield record, values, differing[known:]
+            run.restore(record)
+        known = len(differing)
+
+
+def _steps(
+    run: Run, *, until: int | None, inputs: bool, progress: Progress | None
+) -> Iterator[tuple[StoredRecord, Values]]:
+    reader = run.reader
+    check_executable(reader)
     last_use, total = _last_uses(reader, until)
     dead = _by_last_use(last_use)
     for position, record in enumerate(reader.records()):
@@ -152,13 +184,39 @@ def execute_record(reader: RankReader, seq: int, dtype: torch.dtype | None = tor
         found = _run_slice(reader, record, recomputed)
         for slot in recomputed:
             run.memory.load(slot, found[slot.index])
+    return _run_ready(run, record)
+
+
+def execute_on(
+    reader: RankReader, record: StoredRecord, inputs: Values, dtype: torch.dtype | None = torch.float64
+) -> Values:
+    """Runs one op record on inputs that are given.
+
+    Args:
+      record: of an op.
+      inputs: what it reads, by slot name (`in.…`), in the recorded dtypes.
+      dtype: torch.float64, or None for the recorded precision.
+    Returns: outputs and written arguments by slot name; empty where the op refuses float64.
+    Raises:
+      NotExecutableError: the op cannot be run.
+    """
+    run = Run(reader, dtype, Execution(), compare=False)
+    for slot in record.slots:
+        if slot.name in inputs:
+            run.memory.load(slot, inputs[slot.name])
+    values = _run_ready(run, record)
+    return {} if run.execution.narrowed or run.execution.taken else values
+
+
+def _run_ready(run: Run, record: StoredRecord) -> Values:
+    """Results of a record whose inputs are in memory; copies."""
     with run.settings():
         values = run.step(record, ready=True)
         values = {name: copy_of(value) for name, value in values.items()}
     if not values and any(s.role != "in" and s.is_tensor for s in record.slots):
         problems = [d.why for d in run.execution.failed] or [why for _, why in run.execution.skipped]
         raise NotExecutableError(
-            f"record {seq} ({record.overload}): {problems[0] if problems else 'no result'}"
+            f"record {record.seq} ({record.overload}): {problems[0] if problems else 'no result'}"
         )
     return values
 
@@ -294,8 +352,10 @@ __all__ = [
     "Difference",
     "Execution",
     "check_executable",
+    "execute_on",
     "execute_rank",
     "execute_record",
     "iterate",
+    "replay",
     "tensor",
 ]

@@ -161,6 +161,12 @@ class Run:
             self.memory.load(slot, self.reader.tensor(slot.content) if value is None else value)
             self._taint.pop(slot.storage, None)
 
+    def restore(self, record: StoredRecord) -> None:
+        """Puts the recorded results of a record in the place of what it gave here, where they are kept."""
+        for slot in record.slots:
+            if slot.role != "in" and slot.is_tensor and self.has_data(slot):
+                self.load(slot)
+
     def is_blind(self, record: StoredRecord, slot: StoredSlot) -> bool:
         """Whether the op only writes the argument: nothing is known of what it held before, nor needed."""
         if slot.content >= 0 or slot.leaf or not has_geometry(slot):

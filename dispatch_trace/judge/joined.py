@@ -24,6 +24,7 @@ from dispatch_trace.errors import DispatchTraceError, NotExecutableError
 from dispatch_trace.executable import check_executable
 from dispatch_trace.judge.casts import lone_casts
 from dispatch_trace.judge.estimates import roundoff
+from dispatch_trace.judge.faulty import with_faults
 from dispatch_trace.judge.findings import Finding, Judgement
 from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.sites import Sites
@@ -69,42 +70,86 @@ def judge(
     def review(first: RoundJudge, found: Judgement) -> Judgement:
         if twins is False or exact:
             return _signed(found, "estimates")
-        why = "steps are paired by request" if pairing.plan is not None else _why_not(pairing)
-        if why:
-            found = _signed(found, "estimates")
-            return _noticed(found, f"judged by estimates alone: {why}") if twins else found
-        from dispatch_trace.judge.twins import TwinPass, run_twins  # they need torch
-
-        try:
-            both = run_twins(pairing, first.noise, progress)
-        except DispatchTraceError as error:  # a shard that cannot be read, say
-            return _noticed(_signed(found, "estimates"), f"judged by estimates alone: {error}")
-        states = TwinPass(both, tolerance=tolerance, declared=first.noise.declared)
-        states.run()
-        second = RoundJudge(states.pairing, states, golden)
-        judgement = second.judgement()
-        return _Joined(pairing, both, first, found, second, judgement).result()
+        joined = _with_twins(pairing, first, found, golden, tolerance, asked=bool(twins), progress=progress)
+        return _with_replay(pairing, first, joined, progress)
 
     return judge_by_estimates(
         pairing, exact=exact, tolerance=tolerance, declared=declared, golden=golden, review=review
     )
 
 
+def _with_twins(
+    pairing: Pairing,
+    first: RoundJudge,
+    found: Judgement,
+    golden: Golden | None,
+    tolerance: float | None,
+    *,
+    asked: bool,
+    progress: Progress | None,
+) -> Judgement:
+    """What estimates and twins say; the estimates alone where no twin can run."""
+    why = "steps are paired by request" if pairing.plan is not None else _why_not(pairing)
+    if why:
+        found = _signed(found, "estimates")
+        return _noticed(found, f"judged by estimates alone: {why}") if asked else found
+    from dispatch_trace.judge.twins import TwinPass, run_twins  # they need torch
+
+    try:
+        both = run_twins(pairing, first.noise, progress)
+    except DispatchTraceError as error:  # a shard that cannot be read, say
+        return _noticed(_signed(found, "estimates"), f"judged by estimates alone: {error}")
+    states = TwinPass(both, tolerance=tolerance, declared=first.noise.declared)
+    states.run()
+    second = RoundJudge(states.pairing, states, golden)
+    judgement = second.judgement()
+    return _Joined(pairing, both, first, found, second, judgement).result()
+
+
+def _with_replay(
+    pairing: Pairing, first: RoundJudge, judgement: Judgement, progress: Progress | None
+) -> Judgement:
+    """The judgement, with faults of single ops where the programs do not differ already."""
+    if any(f.fatal and f.judge == "twins" for f in judgement.findings):
+        return judgement
+    if all(o.difference.equal for o in first.outputs):
+        return judgement
+    target = pairing.target
+    if pairing.plan is not None or _why_not_run(target, "target"):
+        return judgement
+    from dispatch_trace.judge.local import find_faults  # it needs torch
+
+    def running(done: int, total: int) -> None:
+        if progress is not None:
+            progress(done, total, "running each op of the target again")
+
+    replayed = find_faults(first.noise, running)
+    return with_faults(first, judgement, replayed.faults)
+
+
 def _why_not(pairing: Pairing) -> str:
     """Why the programs cannot be run again, "" where they can."""
     for name, program in (("reference", pairing.ref), ("target", pairing.target)):
-        try:
-            check_executable(program.reader)
-        except NotExecutableError as error:
-            return f"the {name} cannot be run again: {error}"
-        if not program.reader.complete:
-            return f"the {name} trace is not complete"
-        if not any(record.kind == "op" for record in program.records.values()):
-            return f"the {name} holds no ops"
+        why = _why_not_run(program, name)
+        if why:
+            return why
         if any(r.kind == "module" and r.note.startswith("opaque") for r in program.records.values()):
             return f"the {name} holds compiled regions, which cannot be run again op by op"
     if pairing.comparer.rows is not None:
         return "only some rows are to be compared"
+    return ""
+
+
+def _why_not_run(program: Program, name: str) -> str:
+    """Why the ops of a program cannot be run again, "" where they can."""
+    try:
+        check_executable(program.reader)
+    except NotExecutableError as error:
+        return f"the {name} cannot be run again: {error}"
+    if not program.reader.complete:
+        return f"the {name} trace is not complete"
+    if not any(record.kind == "op" for record in program.records.values()):
+        return f"the {name} holds no ops"
     return ""
 
 

@@ -1,0 +1,297 @@
+"""Whether single ops of the target compute badly: each runs again on what it read, with float64 as truth.
+
+`find_faults` replays a recording op by op. Nearly all results come back bit for bit; those that do not are
+measured: the recorded result and that of this machine's kernel against the op in float64 on the same
+inputs. A result is a fault when its error is more than rounding and more than this machine's kernel makes, in
+one of four ways (as a whole, as a scale, as an offset, in its worst element; BLAME.md section 2), or when it
+alone does not come back where the others of its kind do to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dispatch_trace import execute
+from dispatch_trace.align.canon import dtype_class, family
+from dispatch_trace.align.content import SKETCH_FLOOR
+from dispatch_trace.errors import DispatchTraceError, NotExecutableError
+from dispatch_trace.execute_run import Execution, Values
+from dispatch_trace.judge.estimates import gains_of, own_noise, roundoff
+from dispatch_trace.judge.noise import NoisePass
+from dispatch_trace.schema import StoredRecord, StoredSlot
+from dispatch_trace.sketch import fold, relative_distance
+
+# Error as a whole, in units of tau; correct rounding alone makes 0.42, one unit too many 1.5.
+WHOLE = 1.25
+NATIVE = 3.0
+# Standard deviations of a scale or an offset that rounding makes: 0.42 tau / sqrt(n_eff) each.
+DEVIATIONS = 8.0
+ROUNDED = 0.42
+WORST = 8.0
+# Elements as large as masks are compared by themselves.
+MASK = 1e30
+# How many results of a kind must come back bit for bit, and how few may not, before one that does not is
+# alone.
+MIN_ALIKE = 3
+MIN_ANY = 20
+MAX_SHARE = 0.25
+# Their kernel depends on flags and libraries that a recording does not hold.
+_MANY_KERNELS = frozenset(["linear", "conv", "attention"])
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An op's result that is not what the op makes of its inputs.
+
+    Attributes:
+      record, slot: the result.
+      how: which test it fails: "error", "scale", "offset", "element", "nonfinite", "bits", "value".
+      evidence: local_error, native_error, tau (all relative L2), and the figure of the test.
+    """
+
+    record: StoredRecord
+    slot: StoredSlot
+    how: str
+    evidence: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Tested:
+    """A result that did not come back bit for bit."""
+
+    record: StoredRecord
+    slot: StoredSlot
+    how: str
+    evidence: dict[str, Any]
+    repeatable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    """Errors of a result against the truth, relative to the truth's norm; `worst` in units of tolerance."""
+
+    whole: float
+    scale: float
+    offset: float
+    worst: float
+    num_eff: float
+    numel: int
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a replay of the target's ops found.
+
+    Attributes:
+      faults: in the order in which the target ran.
+      compared, equal: records with a hash, and those whose hash came back.
+      why: why nothing could be replayed, "" where it could.
+    """
+
+    faults: list[Fault] = field(default_factory=list)
+    compared: int = 0
+    equal: int = 0
+    why: str = ""
+
+
+def find_faults(noise: NoisePass, progress: Callable[[int, int], None] | None = None) -> Replay:
+    """Replays the target's ops on their own recorded inputs.
+
+    Args:
+      noise: of the recordings; for sizes, borders and what was declared.
+      progress: called with (records done, records in all).
+    """
+    found = Replay()
+    execution = Execution()
+    tested: list[_Tested] = []
+    reader = noise.pairing.target.reader
+    try:
+        for record, values, differing in execute.replay(reader, execution=execution, progress=progress):
+            own = {d.slot: d.why for d in differing if not d.why.startswith("inherited")}
+            for slot in record.slots:
+                if slot.role != "in" and slot.name in own:
+                    tested += _test(noise, record, slot, values, own[slot.name] == "differs")
+    except DispatchTraceError as error:
+        found.why = str(error)
+        return found
+    found.compared, found.equal = execution.compared, execution.equal
+    found.faults = list(_faults(tested, execution))
+    return found
+
+
+def _faults(tested: list[_Tested], execution: Execution) -> Iterator[Fault]:
+    kinds = Counter(t.record.overload for t in tested)
+    for one in tested:
+        how = one.how
+        if not how and one.repeatable and _is_alone(one.record, kinds, execution):
+            how = "bits"
+        if how:
+            evidence = {**one.evidence, "test": how, "of_its_kind": execution.executed[one.record.overload]}
+            yield Fault(one.record, one.slot, how, evidence)
+
+
+def _is_alone(record: StoredRecord, kinds: Counter[str], execution: Execution) -> bool:
+    """Whether nearly all other results of its kind, else of the program, come back bit for bit."""
+    alike, other = execution.executed[record.overload], kinds[record.overload]
+    if alike - other >= MIN_ALIKE:
+        return other <= MAX_SHARE * alike
+    if family(record.op) in _MANY_KERNELS:
+        return False
+    return execution.equal >= MIN_ANY and kinds.total() <= 0.05 * execution.compared
+
+
+def _test(
+    noise: NoisePass, record: StoredRecord, slot: StoredSlot, values: Values, same_machine: bool
+) -> Iterator[_Tested]:
+    reader = noise.pairing.target.reader
+    native = values.get(slot.name)
+    if native is None or native.layout != torch.strided or native.is_quantized:
+        return
+    inputs = {name: value for name, value in values.items() if name.startswith("in.")}
+    try:
+        again = execute.execute_on(reader, record, inputs, None).get(slot.name)
+    except NotExecutableError:
+        again = None
+    repeatable = same_machine and again is not None and _same_bits(again, native)
+    if not reader.content(slot.content).has_data:
+        how, evidence = _measure_sketch(noise, record, slot, native, _truth(noise, record, slot, inputs))
+        yield _Tested(record, slot, how, evidence, repeatable)
+        return
+    recorded = reader.tensor(slot.content)
+    if recorded.shape != native.shape:
+        return
+    if dtype_class(slot.dtype) not in "f8":
+        share = float((recorded != native).double().mean()) if recorded.numel() else 0.0
+        if not native.dtype.is_complex:
+            evidence = {"differing_share": share}
+            yield _Tested(record, slot, "value" if repeatable else "", evidence, repeatable)
+        return
+    truth = _truth(noise, record, slot, inputs)
+    how, evidence = _measure(noise, record, slot, recorded, native, native if truth is None else truth)
+    if truth is None:
+        evidence["truth"] = "this machine's kernel: the op does not run in float64"
+    yield _Tested(record, slot, how, evidence, repeatable)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _truth(noise: NoisePass, record: StoredRecord, slot: StoredSlot, inputs: Values) -> torch.Tensor | None:
+    """The result in float64, None where the op has none."""
+    try:
+        return execute.execute_on(noise.pairing.target.reader, record, inputs).get(slot.name)
+    except NotExecutableError:
+        return None
+
+
+def _measure(
+    noise: NoisePass,
+    record: StoredRecord,
+    slot: StoredSlot,
+    recorded: torch.Tensor,
+    native: torch.Tensor,
+    truth: torch.Tensor,
+) -> tuple[str, dict[str, Any]]:
+    """Which test a result fails ("" for none), and the figures."""
+    unit, tau = _rounding(noise, record, slot)
+    t, f, g = (x.detach().reshape(-1).to(torch.float64) for x in (recorded, native, truth))
+    evidence: dict[str, Any] = {"tau": tau}
+    if not torch.equal(_kinds(t), _kinds(f)):
+        evidence["nonfinite"] = int((_kinds(t) != _kinds(f)).sum())
+        return "nonfinite", evidence
+    plain = torch.isfinite(t) & torch.isfinite(g) & (g.abs() < MASK)
+    masks = torch.isfinite(t) & ~plain
+    if bool(((t - f).abs() > WORST * tau * f.abs())[masks].any()):
+        return "element", evidence
+    t, f, g = t[plain], f[plain], g[plain]
+    if not g.numel() or not bool(g.any()):
+        return ("value" if bool((t != f).any()) and not bool(f.any()) else ""), evidence
+    ours, theirs = _errors(t, g, unit, tau), _errors(f, g, unit, tau)
+    evidence |= {"local_error": ours.whole, "native_error": theirs.whole}
+    deviation = DEVIATIONS * ROUNDED * tau
+    limit = max(deviation / math.sqrt(ours.num_eff), NATIVE * abs(theirs.scale))
+    if ours.whole > max(WHOLE * tau, NATIVE * theirs.whole):
+        return "error", evidence
+    if abs(ours.scale) > limit:
+        return "scale", evidence | {"scale": 1.0 + ours.scale}
+    if abs(ours.offset) > max(deviation / math.sqrt(ours.numel), NATIVE * abs(theirs.offset)):
+        return "offset", evidence | {"offset": ours.offset}
+    if ours.worst > WORST * max(1.0, theirs.worst):
+        return "element", evidence | {"worst_element": ours.worst}
+    return "", evidence
+
+
+def _measure_sketch(
+    noise: NoisePass, record: StoredRecord, slot: StoredSlot, native: torch.Tensor, truth: torch.Tensor | None
+) -> tuple[str, dict[str, Any]]:
+    """The same where only a sketch is left of the result: its error as a whole can be told."""
+    sketch = noise.pairing.target.reader.sketch(slot.content)
+    if sketch is None or truth is None or dtype_class(slot.dtype) not in "f8":
+        return "", {"compared": "by hash"}
+    _, tau = _rounding(noise, record, slot)
+    exact = fold(truth)
+    ours = float(relative_distance(sketch, exact))
+    theirs = float(relative_distance(fold(native), exact))
+    evidence = {"tau": tau, "local_error": ours, "native_error": theirs, "compared": "by sketch"}
+    # A sketch sums in float32.
+    limit = max(WHOLE * tau, NATIVE * theirs, SKETCH_FLOOR)
+    return ("error" if ours > limit else ""), evidence
+
+
+def _rounding(noise: NoisePass, record: StoredRecord, slot: StoredSlot) -> tuple[float, float]:
+    """Unit roundoff of a result, and tau: the relative error that rounding inside the op may make."""
+    unit = max(roundoff(slot.dtype), _ref_unit(noise, record))
+    tau = max(own_noise(noise.pairing.target, record, slot, noise.sizes.of_slot), unit)
+    tau += 2.0 * noise.declared.operands(record) * _largest_gain(noise, record, slot)
+    return unit, tau + noise.declared.output(record)
+
+
+def _errors(result: torch.Tensor, truth: torch.Tensor, unit: float, tau: float) -> _Errors:
+    """Errors of a result.
+
+    Args:
+      result, truth: [n] float64, finite; the truth not all zero.
+      unit: roundoff of the result's dtype, relative to each element; tau - unit is relative to their RMS.
+    """
+    difference = result - truth
+    square = float(truth @ truth)
+    norm, numel = math.sqrt(square), truth.numel()
+    tolerance = unit * truth.abs() + max(tau - unit, 0.25 * unit) * norm / math.sqrt(numel)
+    fourth = float((truth * truth).square().sum())
+    return _Errors(
+        whole=float(difference.norm()) / norm,
+        scale=float(difference @ truth) / square,
+        offset=float(difference.sum()) / (math.sqrt(numel) * norm),
+        worst=float((difference.abs() / tolerance).max()),
+        num_eff=max(square * square / fourth, 1.0) if fourth else 1.0,
+        numel=numel,
+    )
+
+
+def _kinds(value: torch.Tensor) -> torch.Tensor:
+    """0 for finite elements, 1, 2 and 3 for NaN, inf and -inf."""
+    return value.isnan().int() + 2 * value.isposinf().int() + 3 * value.isneginf().int()
+
+
+def _ref_unit(noise: NoisePass, record: StoredRecord) -> float:
+    """Roundoff of the reference at this op: no more precision is asked for than it had."""
+    pair = noise.pairing.ops.get(record.seq)
+    if pair is None:
+        return 0.0
+    owner = noise.pairing.ref.records[pair.ref]
+    return max((roundoff(s.dtype) for s in noise.pairing.ref.outputs(owner)), default=0.0)
+
+
+def _largest_gain(noise: NoisePass, record: StoredRecord, slot: StoredSlot) -> float:
+    gains = gains_of(noise.pairing.target, record, slot, noise.sizes.of_slot)
+    return max((g for _, g in gains if math.isfinite(g)), default=1.0)
+
+
+__all__ = ["Fault", "Replay", "find_faults"]
