@@ -149,24 +149,11 @@ def draw_cases(
         if _GROUPS[known.changes] == group and (not kinds or kind in kinds)
     }
     order = [kind for kind, offered in offers.items() if offered]
-    if not order:
-        return []
     chance = random.Random(f"{seed}/{group}")
     chance.shuffle(order)
     for offered in offers.values():
         chance.shuffle(offered)
-    names: list[str] = []
-    uses: Counter[str] = Counter()  # of architectures, so that none is left out
-    for position in range(num):
-        kind = order[position % len(order)]
-        lap = position // len(order)
-        least = min(uses[arch] for arch in offers[kind])
-        fresh = [arch for arch in offers[kind] if uses[arch] == least]
-        arch = fresh[lap % len(fresh)]
-        uses[arch] += 1
-        number = sum(name.startswith(f"{arch}-{kind}-") for name in names)
-        names.append(f"{arch}-{kind}-{number}")
-    return names
+    return _spread(num, order, offers)
 
 
 def clean_cases(num: int, kinds: Collection[str] = (), archs: Collection[str] = ()) -> list[str]:
@@ -176,14 +163,21 @@ def clean_cases(num: int, kinds: Collection[str] = (), archs: Collection[str] = 
         for kind, known in CLEAN.items()
         if not kinds or kind in kinds
     }
-    order = [kind for kind, offered in offers.items() if offered]
+    return _spread(num, [kind for kind, offered in offers.items() if offered], offers)
+
+
+def _spread(num: int, order: Sequence[str], offers: Mapping[str, Sequence[str]]) -> list[str]:
+    """`num` cases: the kinds in turn, each on the architecture that has had fewest cases so far."""
     names: list[str] = []
+    uses: Counter[str] = Counter()
     for position in range(num if order else 0):
-        lap, place = divmod(position, len(order))
-        offered = offers[order[place]]
-        arch = offered[(place + lap) % len(offered)]
-        number = sum(name.startswith(f"{arch}-{order[place]}-") for name in names)
-        names.append(f"{arch}-{order[place]}-{number}")
+        kind = order[position % len(order)]
+        least = min(uses[arch] for arch in offers[kind])
+        fresh = [arch for arch in offers[kind] if uses[arch] == least]
+        arch = fresh[position // len(order) % len(fresh)]
+        uses[arch] += 1
+        number = sum(name.startswith(f"{arch}-{kind}-") for name in names)
+        names.append(f"{arch}-{kind}-{number}")
     return names
 
 
@@ -464,7 +458,7 @@ def _wanted(options: argparse.Namespace, seed: int) -> list[str]:
         return list(QUICK)
     if options.only:
         return select_cases(options.only)
-    only = {"kinds": _listed(options.kind), "archs": _listed(options.arch)}
+    only: dict[str, list[str]] = {"kinds": _listed(options.kind), "archs": _listed(options.arch)}
     unknown = [kind for kind in only["kinds"] if kind not in MUTANTS and kind not in CLEAN]
     unknown += [arch for arch in only["archs"] if arch not in ARCHS]
     if unknown:

@@ -135,15 +135,32 @@ class Clean:
 MUTANTS: dict[str, Mutant] = {}
 CLEAN: dict[str, Clean] = {}
 ARCHS: dict[str, Callable[[Draw, str], tuple[torch.nn.Module, Inputs]]] = {}
+# What each architecture's model has: the places where bugs live.
+TRAITS: dict[str, frozenset[str]] = {}
+
+
+def with_traits(needs: str, lacks: str = "") -> tuple[str, ...]:
+    """The architectures that have all of some traits and none of others."""
+    return tuple(
+        name
+        for name, traits in TRAITS.items()
+        if set(needs.split()) <= traits and not set(lacks.split()) & traits
+    )
 
 
 def mutant(
-    *, archs: Sequence[str] = (), changes: Changes = "program", attention: str | None = None
+    *,
+    needs: str = "",
+    lacks: str = "",
+    archs: Sequence[str] = (),
+    changes: Changes = "program",
+    attention: str | None = None,
 ) -> Callable[[Callable[[Subject], Truth]], Callable[[Subject], Truth]]:
     """Registers a kind of bug under the function's name.
 
     Args:
-      archs: the architectures that have the place where it lives; none named: all.
+      needs, lacks: traits that an architecture must have, and must not have, for the bug to have a place.
+      archs: instead of these, the architectures by name.
       changes: "weights" where a parameter differs, "program" or "kernel"; "fault" for a kernel whose results
         are off by so little that they need not show at the outputs.
       attention: the attention implementation it needs; None: either, by chance.
@@ -153,7 +170,7 @@ def mutant(
         kind = plant.__name__
         MUTANTS[kind] = Mutant(
             kind=kind,
-            archs=tuple(archs) or tuple(ARCHS),
+            archs=tuple(archs) or with_traits(needs, lacks),
             changes=changes,
             attention=attention,
             plant=plant,
@@ -164,13 +181,15 @@ def mutant(
 
 
 def clean(
-    *, archs: Sequence[str] = (), attention: str | None = None
+    *, needs: str = "", lacks: str = "", archs: Sequence[str] = (), attention: str | None = None
 ) -> Callable[[Callable[[Subject], float]], Callable[[Subject], float]]:
     """Registers a harmless change under the function's name; arguments as in `mutant`."""
 
     def register(apply: Callable[[Subject], float]) -> Callable[[Subject], float]:
         kind = apply.__name__
-        CLEAN[kind] = Clean(kind=kind, archs=tuple(archs) or tuple(ARCHS), attention=attention, apply=apply)
+        CLEAN[kind] = Clean(
+            kind=kind, archs=tuple(archs) or with_traits(needs, lacks), attention=attention, apply=apply
+        )
         return apply
 
     return register
@@ -230,8 +249,7 @@ def build(name: str, seed: int, precision: Precision = "fp32") -> Built:
         if not harmless and effect == 0:
             continue
         exact = copy.deepcopy(subject.reference).double()
-        inputs = {name: _widened(value) for name, value in subject.inputs.items()}
-        noise = _worst_distance(reference, _run(exact, inputs, []))
+        noise = _worst_distance(reference, _run(exact, _with_floats(subject.inputs, torch.float64), []))
         if faulty and _is_rounded_away(subject):
             continue
         if harmless or faulty or effect > _MIN_EFFECT_OVER_NOISE * noise:
@@ -252,17 +270,32 @@ def build(name: str, seed: int, precision: Precision = "fp32") -> Built:
 
 def _convert(subject: Subject, precision: Precision) -> None:
     if precision == "bf16":
-        convert(subject.reference, torch.bfloat16)
+        convert_reference(subject, torch.bfloat16)
     if precision != "fp32":
-        convert(subject.target, torch.bfloat16)
+        convert_target(subject, torch.bfloat16)
 
 
-def _widened(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def convert_reference(subject: Subject, dtype: torch.dtype) -> None:
+    """Parameters and inputs; rotary frequencies stay float32, as they do in a loaded checkpoint."""
+    _convert_parameters(subject.reference, dtype)
+    subject.inputs = _with_floats(subject.inputs, dtype)
 
 
-def convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: rotary frequencies stay float32, as they do in a loaded checkpoint."""
+def convert_target(subject: Subject, dtype: torch.dtype) -> None:
+    """The same for the target."""
+    _convert_parameters(subject.target, dtype)
+    subject.target_inputs = _with_floats(subject.target_inputs, dtype)
+
+
+def _with_floats(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    return {name: _as_float(value, dtype) for name, value in inputs.items()}
+
+
+def _as_float(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -272,7 +305,7 @@ def _is_rounded_away(subject: Subject) -> bool:
     clean = copy.deepcopy(subject.reference)
     for mine, theirs in zip(clean.parameters(), subject.target.parameters(), strict=True):
         mine.data = mine.data.to(theirs.dtype)
-    sound = _run(clean, subject.inputs, subject.around_reference)
+    sound = _run(clean, subject.target_inputs, subject.around_reference)
     return all(map(torch.equal, subject.run_target(), sound))
 
 

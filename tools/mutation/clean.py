@@ -16,8 +16,8 @@ from safetensors.torch import load_model, save_model
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
-from .cases import Subject, clean, convert
-from .models import is_attention, is_linear, is_norm
+from .cases import Subject, clean, convert_reference, convert_target
+from .models import eps_name, is_attention, is_linear, is_norm, matrix_of, set_matrix
 
 FLOAT32_NOISE = 1e-5
 BFLOAT16_NOISE = 0.1
@@ -40,7 +40,7 @@ def matmul_split(subject: Subject) -> float:
     return FLOAT32_NOISE
 
 
-@clean(attention="eager")
+@clean(needs="attention", lacks="softcap", attention="eager")
 def attention_fused(subject: Subject) -> float:
     """Fused attention against the one written out."""
     _use_sdpa(subject.target)
@@ -53,8 +53,9 @@ def weights_column_major(subject: Subject) -> float:
     for path in subject.paths(is_linear):
         linear: Any = subject.target.get_submodule(path)
         linear.weight.data = linear.weight.data.t().contiguous().t()
-    ids = subject.target_inputs["input_ids"]
-    subject.target_inputs["input_ids"] = ids.t().contiguous().t()
+    for name, value in subject.target_inputs.items():
+        if isinstance(value, torch.Tensor):
+            subject.target_inputs[name] = value.transpose(0, 1).contiguous().transpose(0, 1)
     return FLOAT32_NOISE
 
 
@@ -77,15 +78,15 @@ def norm_decomposed(subject: Subject) -> float:
 @clean()
 def bfloat16_target(subject: Subject) -> float:
     """A bfloat16 run against the float32 reference."""
-    convert(subject.target, torch.bfloat16)
+    convert_target(subject, torch.bfloat16)
     return BFLOAT16_NOISE
 
 
 @clean()
 def bfloat16_threads(subject: Subject) -> float:
     """Two bfloat16 runs with different numbers of threads."""
-    convert(subject.reference, torch.bfloat16)
-    convert(subject.target, torch.bfloat16)
+    convert_reference(subject, torch.bfloat16)
+    convert_target(subject, torch.bfloat16)
     return threads(subject) * BFLOAT16_NOISE / FLOAT32_NOISE
 
 
@@ -114,8 +115,9 @@ def weights_int8(subject: Subject) -> float:
     """Every projection's weight on an int8 grid with a scale per output channel."""
     for path in subject.paths(is_linear):
         linear: Any = subject.target.get_submodule(path)
-        scale = linear.weight.data.abs().amax(dim=1, keepdim=True) / 127
-        linear.weight.data = (linear.weight.data / scale).round() * scale
+        matrix = matrix_of(linear)
+        scale = matrix.abs().amax(dim=1, keepdim=True) / 127
+        set_matrix(linear, (matrix / scale).round() * scale)
     return INT8_NOISE
 
 
@@ -130,11 +132,12 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _split(linear: Any) -> None:
-    half = linear.in_features // 2
+    half = matrix_of(linear).shape[1] // 2
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        first = F.linear(x[..., :half], linear.weight[:, :half])
-        second = F.linear(x[..., half:], linear.weight[:, half:], linear.bias)
+        matrix = matrix_of(linear)
+        first = F.linear(x[..., :half], matrix[:, :half])
+        second = F.linear(x[..., half:], matrix[:, half:], linear.bias)
         return first + second
 
     linear.forward = forward
@@ -177,9 +180,10 @@ def _fuse_qkv(attention: Any) -> None:
 
 
 def _other_norm(norm: Any) -> None:
-    if hasattr(norm, "variance_epsilon"):
+    if not isinstance(norm, torch.nn.LayerNorm):
         size = tuple(norm.weight.shape)
-        norm.forward = lambda x: F.rms_norm(x, size, norm.weight, norm.variance_epsilon)
+        one = float(type(norm).__name__.startswith("Gemma"))
+        norm.forward = lambda x: F.rms_norm(x, size, one + norm.weight, getattr(norm, eps_name(norm)))
         return
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,29 @@ wrong, since then the target's ops are right in themselves.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
-from .cases import Subject, Truth, aten, mutant, while_running
-from .models import HIDDEN, SEQ, home_of, is_attention, is_layer, is_linear, is_norm
+from .cases import Subject, Truth, aten, mutant, while_running, with_traits
+from .models import (
+    HIDDEN,
+    SEQ,
+    eps_name,
+    home_of,
+    is_activation,
+    is_attention,
+    is_layer,
+    is_linear,
+    is_norm,
+    is_token_embedding,
+    matrix_of,
+)
 
+_ATTENTION_DROPOUT = ("attention.self.dropout", "attn_dropout")
 SDPA_OPS = aten(
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_attention_math",
@@ -23,23 +37,18 @@ SDPA_OPS = aten(
 )
 
 
-def is_activation(path: str, module: torch.nn.Module) -> bool:
-    return path.endswith(("act_fn", "intermediate_act_fn"))
-
-
 @mutant()
 def norm_eps(subject: Subject) -> Truth:
     """Another epsilon in one norm. Ref: huggingface/candle#271, meta-pytorch/torchtune#152"""
     path, norm = subject.choose(is_norm)
     eps = subject.draw.choice((1e-3, 3e-3))
-    if hasattr(norm, "variance_epsilon"):
-        norm.variance_epsilon = eps
-        return Truth(module=path, ops=aten("add"), what=f"eps {eps:g}")
-    norm.eps = eps
-    return Truth(module=path, ops=aten("native_layer_norm", "layer_norm"), what=f"eps {eps:g}")
+    setattr(norm, eps_name(norm), eps)
+    fused = isinstance(norm, torch.nn.LayerNorm)
+    ops = aten("native_layer_norm", "layer_norm") if fused else aten("add")
+    return Truth(module=path, ops=ops, what=f"eps {eps:g}")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="rms")
 def norm_plus_one(subject: Subject) -> Truth:
     """RMSNorm multiplies by 1 + weight where the checkpoint means weight. Ref: ml-explore/mlx-lm#1623"""
     path, norm = subject.choose(is_norm)
@@ -52,7 +61,15 @@ def norm_plus_one(subject: Subject) -> Truth:
     return Truth(module=path, ops=aten("add", "mul"), what="1 + weight")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="rms_plus_one")
+def norm_without_one(subject: Subject) -> Truth:
+    """RMSNorm multiplies by weight where the checkpoint means 1 + weight. Ref: ml-explore/mlx-lm#1623"""
+    path, norm = subject.choose(is_norm)
+    norm.forward = lambda x: (norm._norm(x.float()) * norm.weight.float()).type_as(x)
+    return Truth(module=path, what="weight instead of 1 + weight")
+
+
+@mutant(needs="rms")
 def norm_centred(subject: Subject) -> Truth:
     """RMSNorm subtracts the mean, as LayerNorm does. Ref: ggml-org/llama.cpp#173, mit-han-lab/omniserve#32"""
     path, norm = subject.choose(is_norm)
@@ -61,7 +78,7 @@ def norm_centred(subject: Subject) -> Truth:
     return Truth(module=path, ops=aten("mean", "sub"), what="mean subtracted")
 
 
-@mutant(archs=["llama"])
+@mutant()
 def norm_skipped(subject: Subject) -> Truth:
     """One norm is not applied, as when a port forgets a config flag."""
     path, norm = subject.choose(is_norm)
@@ -69,24 +86,143 @@ def norm_skipped(subject: Subject) -> Truth:
     return Truth(module=path, what="identity instead of the norm")
 
 
-@mutant()
+@mutant(needs="qk_norm")
+def key_norm_missing(subject: Subject) -> Truth:
+    """The keys of one layer are not normed. Ref: lablup/mlxcel#316"""
+    path, norm = subject.choose(lambda path, _: path.endswith("k_norm"))
+    norm.forward = lambda x: x
+    return Truth(module=path, what="k_norm is the identity")
+
+
+@mutant(needs="attention")
 def attention_scale(subject: Subject) -> Truth:
     """Scores are not divided by sqrt(head_dim), or by that of the model. Ref: mlc-ai/mlc-llm#3426"""
     path, attention = subject.choose(is_attention)
-    attention.scaling = subject.draw.choice((1.0, HIDDEN**-0.5))
-    ops = aten("mul") if subject.attention == "eager" else SDPA_OPS
-    return Truth(module=path, ops=ops, what=f"scale {attention.scaling:g}")
+    attention.scaling = subject.draw.choice([s for s in (1.0, HIDDEN**-0.5) if s != attention.scaling])
+    return Truth(module=path, ops=(*aten("mul"), *SDPA_OPS), what=f"scale {attention.scaling:g}")
 
 
-@mutant(archs=["llama"], attention="eager")
+@mutant(needs="causal", lacks="window", attention="eager")
 def causal_mask(subject: Subject) -> Truth:
     """The causal mask lets each token see one token too many. Ref: huggingface/transformers#39408"""
+    path = next(path for path, _ in subject.target.named_children() if path != "lm_head")
     while_running(
-        subject.target.get_submodule("model"),
+        subject.target.get_submodule(path),
         "transformers.masking_utils",
         causal_mask_function=lambda batch, head, query, key: key <= query + 1,
     )
-    return Truth(module="model", ops=aten("le", "add"), what="key <= query + 1")
+    return Truth(module=path, ops=aten("le", "add"), what="key <= query + 1")
+
+
+@mutant(needs="window", attention="eager")
+def window_off_by_one(subject: Subject) -> Truth:
+    """The sliding window sees one token too many. Ref: huggingface/transformers#39408"""
+    while_running(
+        subject.target.get_submodule("model"),
+        "transformers.masking_utils",
+        sliding_window_overlay=lambda window: lambda batch, head, query, key: key > query - window - 1,
+    )
+    return Truth(module="model", ops=aten("sub", "gt", "add"), what="key > query - window - 1")
+
+
+@mutant(needs="softcap", attention="eager")
+def softcap_missing(subject: Subject) -> Truth:
+    """Attention scores are not capped. Ref: EricLBuehler/mistral.rs#1928"""
+    path, attention = subject.choose(is_attention)
+    attention.attn_logit_softcapping = None
+    return Truth(module=path, what="no softcap")
+
+
+@mutant(needs="bucketed")
+def relative_bias_one_sided(subject: Subject) -> Truth:
+    """The encoder's relative positions are bucketed like the decoder's. Ref: ml-explore/mlx-examples#113"""
+    path = "encoder.block.0.layer.0.SelfAttention"
+    subject.target.get_submodule(path).is_decoder = True
+    return Truth(module=path, what="bidirectional=False")
+
+
+@mutant(needs="moe")
+def experts_not_renormed(subject: Subject) -> Truth:
+    """The weights of the chosen experts do not sum to one. Ref: pytorch/torchtitan#1448"""
+    path, router = subject.choose(lambda path, _: path.endswith("mlp.gate"))
+
+    def forward(hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+        value, index = torch.topk(F.softmax(logits.float(), dim=-1), router.top_k, dim=-1)
+        return logits, value, index
+
+    router.forward = forward
+    # Its experts are handed wrong weights.
+    return Truth(module=path, what="top-k weights not divided by their sum")
+
+
+@mutant(needs="moe")
+def router_softmax_last(subject: Subject) -> Truth:
+    """Softmax of the chosen experts' probabilities, not logits. Ref: lablup/mlxcel#391 (family)"""
+    path, router = subject.choose(lambda path, _: path.endswith("mlp.gate"))
+
+    def forward(hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+        value, index = torch.topk(F.softmax(logits.float(), dim=-1), router.top_k, dim=-1)
+        return logits, F.softmax(value, dim=-1), index
+
+    router.forward = forward
+    return Truth(module=path, ops=aten("_softmax", "softmax"), what="softmax of probabilities")
+
+
+@mutant(needs="moe")
+def expert_gate_up_order(subject: Subject) -> Truth:
+    """An expert's activation is applied to up instead of gate. Ref: flashinfer-ai/flashinfer#4130"""
+    path, experts = subject.choose(lambda path, _: path.endswith("mlp.experts"))
+
+    def wrong(function: Any) -> Any:
+        def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            out = function(x, weight)
+            return out if weight.shape[0] == experts.hidden_dim else torch.cat(out.chunk(2, -1)[::-1], -1)
+
+        return linear
+
+    while_running(experts, "torch.nn.functional", linear=wrong(F.linear))
+    return Truth(module=path, ops=aten("cat"), what="up and gate exchanged")
+
+
+@mutant(needs="encoder_decoder")
+def cross_attention_inputs(subject: Subject) -> Truth:
+    """The decoder attends to its own states where it should to the encoder's. Ref: rexrex9/nlp_torchtext#2"""
+    wanted = (".EncDecAttention", ".encoder_attn")
+    path, attention = subject.choose(lambda path, _: path.endswith(wanted))
+    right = attention.forward
+
+    def forward(hidden_states: torch.Tensor, **rest: Any) -> Any:
+        return right(
+            hidden_states,
+            **{**rest, "key_value_states": hidden_states, "mask": None}
+            if "mask" in rest
+            else {**rest, "key_value_states": hidden_states},
+        )
+
+    attention.forward = forward
+    return Truth(module=path, what="keys and values of the decoder")
+
+
+@mutant(needs="conv", lacks="state_space")
+def kernel_flipped(subject: Subject) -> Truth:
+    """A convolution's kernel is flipped, as a true convolution's is. Ref: pytorch/pytorch#16215 (family)"""
+    path, conv = subject.choose(lambda _, module: isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d))
+    dims = tuple(range(2, conv.weight.ndim))
+    right = conv._conv_forward
+    conv.forward = lambda x: right(x, conv.weight.flip(dims), conv.bias)
+    return Truth(module=path, ops=aten("flip", "convolution"), what="kernel flipped")
+
+
+@mutant(needs="state_space")
+def scan_skip_missing(subject: Subject) -> Truth:
+    """The scan's skip (D) is left out, as when a port drops a term."""
+    path, mixer = subject.choose(lambda path, _: path.endswith(".mixer"))
+    home = home_of(mixer)
+    right = importlib.import_module(home).mamba_selective_scan
+    while_running(mixer, home, mamba_selective_scan=lambda *args, **rest: right(*args, **{**rest, "D": None}))
+    return Truth(module=path, what="no skip")
 
 
 @mutant(archs=["bert"])
@@ -100,7 +236,7 @@ def mask_ignored(subject: Subject) -> Truth:
     )
 
 
-@mutant(attention="eager")
+@mutant(needs="attention", attention="eager")
 def softmax_dim(subject: Subject) -> Truth:
     """Attention normalised over the queries instead of the keys. Ref: PetrochukM/PyTorch-NLP#2"""
     path, attention = subject.choose(is_attention)
@@ -113,7 +249,7 @@ def softmax_dim(subject: Subject) -> Truth:
     return Truth(module=path, ops=aten("_softmax", "softmax"), what="dim -2")
 
 
-@mutant(archs=["llama"], attention="eager")
+@mutant(needs="gqa", attention="eager")
 def gqa_order(subject: Subject) -> Truth:
     """Key/value heads tiled instead of each repeated for its group. Ref: onnx/onnx#7274"""
     path, attention = subject.choose(is_attention)
@@ -122,7 +258,7 @@ def gqa_order(subject: Subject) -> Truth:
     return Truth(module=path, ops=ops, what="repeat instead of repeat_interleave")
 
 
-@mutant()
+@mutant(needs="attention")
 def heads_unmerged(subject: Subject) -> Truth:
     """Heads merged without transposing back first. Ref: jsbaan/transformer-from-scratch#6"""
     path, attention = subject.choose(is_attention)
@@ -130,7 +266,7 @@ def heads_unmerged(subject: Subject) -> Truth:
     def unmerged(function: Any) -> Any:
         def interface(*args: Any, **kwargs: Any) -> Any:
             output, weights = function(*args, **kwargs)  # [batch, seq, heads, head_dim]
-            return output.transpose(1, 2).contiguous(), weights
+            return output.transpose(1, 2).reshape(output.shape), weights
 
         return interface
 
@@ -138,7 +274,7 @@ def heads_unmerged(subject: Subject) -> Truth:
     return Truth(module=path, what="[batch, heads, seq, dim] reshaped to [batch, seq, heads * dim]")
 
 
-@mutant()
+@mutant(needs="attention", lacks="encoder_decoder")
 def key_value_swapped(subject: Subject) -> Truth:
     """Key and value passed in each other's place. Ref: tenstorrent/tt-mlir#8958"""
     path, attention = subject.choose(is_attention)
@@ -152,11 +288,10 @@ def key_value_swapped(subject: Subject) -> Truth:
     return Truth(module=path, what="attention(query, value, key)")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="rope")
 def rope_theta(subject: Subject) -> Truth:
     """Rope base of the library's default, not of the checkpoint. Ref: lyogavin/airllm#369"""
-    path = "model.rotary_emb"
-    rotary = subject.target.get_submodule(path)
+    path, rotary = subject.choose(lambda path, _: path.endswith(".rotary_emb"))
     theta = subject.draw.choice((500000.0, 1000000.0))
     dim = 2 * rotary.inv_freq.numel()
     rotary.inv_freq.copy_(theta ** (-torch.arange(0, dim, 2).float() / dim))
@@ -164,7 +299,7 @@ def rope_theta(subject: Subject) -> Truth:
     return Truth(module=path, ops=ops, what=f"theta {theta:g}")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="rope")
 def rope_pairs(subject: Subject) -> Truth:
     """Rope rotates even/odd pairs where the checkpoint means halves. Ref: huggingface/candle#3948"""
     path, attention = subject.choose(is_attention)
@@ -177,7 +312,7 @@ def rope_pairs(subject: Subject) -> Truth:
     return Truth(module=path, ops=ops, what="pairs interleaved")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="rope")
 def rope_direction(subject: Subject) -> Truth:
     """Rope turns the other way: the sign is on the wrong half. Ref: karpathy/nanochat#489"""
     path, attention = subject.choose(is_attention)
@@ -190,7 +325,7 @@ def rope_direction(subject: Subject) -> Truth:
     return Truth(module=path, ops=aten("neg", "cat", "slice", "mul"), what="turned backwards")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="rope gqa")
 def rope_key_missing(subject: Subject) -> Truth:
     """The rotated key is not written back. Ref: kvcache-ai/sglang#66"""
     path, attention = subject.choose(is_attention)
@@ -203,11 +338,10 @@ def rope_key_missing(subject: Subject) -> Truth:
     return Truth(module=path, what="key not rotated")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="rope")
 def rope_bfloat16(subject: Subject) -> Truth:
     """Rope angles computed in bfloat16. Ref: NVIDIA-NeMo/Automodel#2549, huggingface/candle#3520"""
-    path = "model.rotary_emb"
-    rotary = subject.target.get_submodule(path)
+    path, rotary = subject.choose(lambda path, _: path.endswith(".rotary_emb"))
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         freqs = position_ids[..., None].bfloat16() * rotary.inv_freq.bfloat16()
@@ -218,7 +352,7 @@ def rope_bfloat16(subject: Subject) -> Truth:
     return Truth(module=path, ops=aten("_to_copy", "mul", "cos"), what="angles in bfloat16")
 
 
-@mutant()
+@mutant(lacks="state_space")
 def activation(subject: Subject) -> Truth:
     """Another member of the activation family. Ref: Blaizzy/mlx-embeddings#81, huggingface/candle#3745"""
     path, module = subject.choose(is_activation)
@@ -233,7 +367,7 @@ def activation(subject: Subject) -> Truth:
     return Truth(module=path, ops=ops, what=name)
 
 
-@mutant(archs=["llama"])
+@mutant(needs="glu")
 def gate_up_order(subject: Subject) -> Truth:
     """The activation is applied to up instead of gate. Ref: flashinfer-ai/flashinfer#4130"""
     path, mlp = subject.choose(lambda path, _: path.endswith(".mlp"))
@@ -241,7 +375,7 @@ def gate_up_order(subject: Subject) -> Truth:
     return Truth(module=path, what="act(up) * gate")
 
 
-@mutant()
+@mutant(archs=["bert", *with_traits("prenorm")])
 def residual_missing(subject: Subject) -> Truth:
     """A skip connection was left out. Ref: delira-dev/delira#91"""
     if subject.arch == "bert":
@@ -254,7 +388,7 @@ def residual_missing(subject: Subject) -> Truth:
     return Truth(module=path, what=f"no skip around the {where}")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="prenorm")
 def residual_normed(subject: Subject) -> Truth:
     """The skip takes the normed input. Ref: Howuhh/faster-trajectory-transformer#3"""
     path, layer = subject.choose(is_layer)
@@ -263,12 +397,17 @@ def residual_normed(subject: Subject) -> Truth:
     return Truth(module=path, ops=aten("add"), what=f"normed skip around the {where}")
 
 
-@mutant(archs=["bert"])
+def has_telling_bias(path: str, module: Any) -> bool:
+    """Softmax does not see the bias of the keys."""
+    is_key = path.endswith((".key", ".k_proj"))
+    return is_linear(path, module) and not is_key and module.bias is not None
+
+
+@mutant(needs="bias")
 def bias_dropped(subject: Subject) -> Truth:
     """A projection is computed without its bias. Ref: sbryngelson/ANEForge#253"""
-    # Softmax does not see the bias of the keys.
-    path, linear = subject.choose(lambda path, module: is_linear(path, module) and "key" not in path)
-    linear.forward = lambda x: F.linear(x, linear.weight)
+    path, linear = subject.choose(has_telling_bias)
+    linear.forward = lambda x: F.linear(x, matrix_of(linear))
     return Truth(module=path, ops=aten("mm", "addmm", "linear", "matmul"), what="no bias")
 
 
@@ -296,20 +435,23 @@ def pooler_token(subject: Subject) -> Truth:
     return Truth(module=path, what="last token pooled")
 
 
-@mutant(archs=["bert"])
+@mutant(needs="dropout")
 def dropout_active(subject: Subject) -> Truth:
     """Dropout stays on in inference. Ref: ipolharvard/ethos-ares#20"""
-    path, dropout = subject.choose(lambda path, _: path.endswith(("output.dropout", "embeddings.dropout")))
+    # Inside fused attention a dropout is but an argument.
+    path, dropout = subject.choose(
+        lambda path, module: isinstance(module, torch.nn.Dropout) and not path.endswith(_ATTENTION_DROPOUT)
+    )
+    dropout.p = 0.1
     dropout.train()
     ops = aten("native_dropout", "dropout", "bernoulli", "empty_like", "div", "mul")
     return Truth(module=path, ops=ops, what=f"dropout {dropout.p:g} on")
 
 
-@mutant(archs=["llama"])
+@mutant(needs="tokens", lacks="encoder_decoder")
 def embedding_scale(subject: Subject) -> Truth:
     """Embeddings scaled by sqrt(hidden) in a model that does not. Ref: Blaizzy/mlx-vlm#893 (family)"""
-    path = "model.embed_tokens"
-    embedding = subject.target.get_submodule(path)
+    path, embedding = subject.choose(is_token_embedding)
     right = embedding.forward
     embedding.forward = lambda ids: right(ids) * HIDDEN**0.5
     return Truth(module=path, ops=aten("mul"), what="times sqrt(hidden)")
