@@ -240,7 +240,7 @@ def _op_matches(pattern: re.Pattern[str], record: StoredRecord) -> bool:
 
 def _record_row(rank: RankReader, record: StoredRecord, *, many: bool) -> list[str]:
     slot = next((slot for slot in record.slots if slot.role != "in" and slot.is_tensor), None)
-    stats = _stats(rank, slot) if slot is not None else {}
+    stats = stats_of(rank, slot.content) if slot is not None else {}
     seq = f"{rank.rank}:{record.seq}" if many else str(record.seq)
     module = shorten(module_name(plain(record.module)), 40)
     if record.call > 0:
@@ -309,7 +309,7 @@ def record(ranks: Sequence[RankReader], seq: int, *, rank: int | None = None) ->
     if found.args:
         lines.append("arguments")
         named = [
-            [plain(name), shorten(plain(_argument(value, found.slots)), 80)] for name, value in found.args
+            [plain(name), shorten(plain(argument(value, found.slots)), 80)] for name, value in found.args
         ]
         lines += columns(named, indent="  ")
     for slot in found.slots:
@@ -317,7 +317,7 @@ def record(ranks: Sequence[RankReader], seq: int, *, rank: int | None = None) ->
     return "\n".join(lines)
 
 
-def _argument(value: Any, slots: Sequence[StoredSlot]) -> str:
+def argument(value: Any, slots: Sequence[StoredSlot]) -> str:
     """An encoded argument for people: a tensor is shown as its slot."""
     if isinstance(value, dict) and len(value) == 1:
         key, inner = next(iter(value.items()))
@@ -326,18 +326,18 @@ def _argument(value: Any, slots: Sequence[StoredSlot]) -> str:
         if key == "item":
             return f"{inner[0]} (from .item() of record {inner[1]})"
         if key == "dict":
-            return "{" + ", ".join(f"{k}: {_argument(v, slots)}" for k, v in inner.items()) + "}"
+            return "{" + ", ".join(f"{k}: {argument(v, slots)}" for k, v in inner.items()) + "}"
         if key == "complex":
             return str(complex(*inner))
         return str(inner)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_argument(item, slots) for item in value) + "]"
+        return "[" + ", ".join(argument(item, slots) for item in value) + "]"
     return repr(value)
 
 
 def _slot_lines(rank: RankReader, slot: StoredSlot) -> list[str]:
     if not slot.is_tensor:
-        return [plain(f"{slot.name}  {_argument(slot.value, ())}  {slot.note}".rstrip())]
+        return [plain(f"{slot.name}  {argument(slot.value, ())}  {slot.note}".rstrip())]
     facts = [slot.dtype, _shape(slot)]
     if slot.strides is not None:
         facts.append(f"strides {list(slot.strides)}")
@@ -356,7 +356,7 @@ def _slot_lines(rank: RankReader, slot: StoredSlot) -> list[str]:
     if slot.producers:
         facts.append("from record " + ", ".join(str(seq) for seq, _ in slot.producers[:4]))
     lines = [plain(f"{slot.name}  {'  '.join(facts)}")]
-    stats = _stats(rank, slot)
+    stats = stats_of(rank, slot.content)
     shown = {name: value for name, value in stats.items() if value is not None}
     if shown:
         cells = [f"{name} {number(value)}" for name, value in shown.items()]
@@ -370,11 +370,11 @@ def _slot_lines(rank: RankReader, slot: StoredSlot) -> list[str]:
     return lines
 
 
-def _stats(rank: RankReader, slot: StoredSlot) -> dict[str, int | float | None]:
-    """The statistics of a slot, stored and derived; empty when there are none."""
-    if slot.content < 0:
+def stats_of(rank: RankReader, content: int) -> dict[str, int | float | None]:
+    """The statistics of a content, stored and derived; empty when there are none."""
+    if content < 0:
         return {}
-    stats = rank.content(slot.content).stats
+    stats = rank.content(content).stats
     if not stats:
         return {}
     named = {name: stats.get(name) for name in STATISTICS}

@@ -58,17 +58,21 @@ def alignment(found: AlignmentLike, *, ref: str, target: str, top: int = 3) -> s
 
 
 def _verdict_lines(found: AlignmentLike, ref: str, target: str) -> list[str]:
-    fatal = [finding for finding in found.findings if finding.fatal]
-    said = {
-        "match": "equal within noise",
-        "diverged": f"{plural(len(fatal), 'fatal finding')}",
-        "inconclusive": "neither a match nor a divergence could be shown",
-    }
     return [
-        f"{found.verdict.upper()}  {said.get(found.verdict, '')}",
+        f"{found.verdict.upper()}  {verdict_said(found)}",
         f"  ref     {shorten(ref, WIDTH - 10)}",
         f"  target  {shorten(target, WIDTH - 10)}",
     ]
+
+
+def verdict_said(found: AlignmentLike) -> str:
+    """What a verdict means, in a few words."""
+    said = {
+        "match": "equal within noise",
+        "diverged": plural(sum(finding.fatal for finding in found.findings), "fatal finding"),
+        "inconclusive": "neither a match nor a divergence could be shown",
+    }
+    return said.get(found.verdict, "")
 
 
 def _coverage_lines(coverage: Mapping[str, Any]) -> list[str]:
@@ -125,7 +129,7 @@ def _finding_lines(finding: Finding, parameter: str | None) -> list[str]:
     if finding.hint:
         rows.append(["hint", finding.hint])
     evidence = [
-        [str(key), _evidence(key, value)] for key, value in finding.evidence.items() if key != "parameter"
+        [str(key), evidence_text(key, value)] for key, value in finding.evidence.items() if key != "parameter"
     ]
     rows += evidence[:MAX_EVIDENCE]
     lines = [f"{title}  {finding.label}  (by {finding.judge})"]
@@ -135,14 +139,14 @@ def _finding_lines(finding: Finding, parameter: str | None) -> list[str]:
     return lines
 
 
-def _evidence(key: str, value: Any) -> str:
+def evidence_text(key: str, value: Any) -> str:
     """A fact in one line: nested values without quotes and braces where they can be missed."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_evidence(key, inner)}" for name, inner in value.items())
+        return ", ".join(f"{name} {evidence_text(key, inner)}" for name, inner in value.items())
     if isinstance(value, list | tuple):
         if key == "arguments" and len(value) == 2:  # as the reference had it, as the target has it
-            return " -> ".join(_evidence("", side) for side in value)
-        return "[" + ", ".join(_evidence("", item) for item in value) + "]"
+            return " -> ".join(evidence_text("", side) for side in value)
+        return "[" + ", ".join(evidence_text("", item) for item in value) + "]"
     return number(value)
 
 
