@@ -87,7 +87,8 @@ def _fail(message: str) -> int:
 
 def _align(options: argparse.Namespace) -> int:
     renames, steps = _renames(options.rename), _steps(options.step)
-    _check_writable(options.json)
+    _check_writable(options.json, "--json")
+    _check_writable(options.html, "--html")
     from dispatch_trace import session
     from dispatch_trace.report import text
 
@@ -107,6 +108,8 @@ def _align(options: argparse.Namespace) -> int:
     written = "" if options.repro is None else _repro(alignment, options.repro)
     if options.json is not None:
         alignment.to_json(options.json)
+    if options.html is not None:
+        alignment.to_html(options.html)
     print(text.alignment(alignment, ref=options.ref, target=options.target, top=options.top))
     if written:
         print(f"\nrepro     {written}")
@@ -236,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repro", metavar="DIR", help="write a script that replays the first finding alone (docs/proofs.md)"
     )
     align.add_argument("--json", metavar="FILE", help="write the same facts for programs (docs/json.md)")
+    align.add_argument("--html", metavar="FILE", help="write one self-contained page (docs/report.md)")
     align.set_defaults(run=_align)
 
     show = verbs.add_parser(
@@ -336,14 +340,14 @@ def _steps(ranges: Sequence[str]) -> set[int] | None:
     return steps or None
 
 
-def _check_writable(path: str | None) -> None:
+def _check_writable(path: str | None, option: str) -> None:
     """Refuses an output file that cannot be written before the work is done, not after it."""
     if path is None:
         return
     folder = Path(path).parent
     if Path(path).is_dir() or not folder.is_dir():
         what = "it is a directory" if Path(path).is_dir() else f"{str(folder)!r} is no directory"
-        raise ConfigError(f"--json {path!r} cannot be written: {what}.")
+        raise ConfigError(f"{option} {path!r} cannot be written: {what}.")
 
 
 @contextmanager

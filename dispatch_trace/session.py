@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import numpy as np
 from dispatch_trace.align.pairs import Pair, Progress, pair_traces
 from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.compat import open_ranks
-from dispatch_trace.errors import ConfigError, NotExecutableError
+from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.joined import judge
@@ -396,6 +396,7 @@ class Alignment:
       notices: what a reader should know besides.
       reasons: why the verdict is inconclusive.
       ref, target: paths of the traces.
+      options: what was passed to `align` besides, where it is not the default.
     """
 
     verdict: str
@@ -406,6 +407,7 @@ class Alignment:
     reasons: list[str]
     ref: str
     target: str
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first(self) -> Finding | None:
@@ -474,6 +476,30 @@ class Alignment:
         if ref is None:
             raise ConfigError(f"{self.ref} has no rank {target.rank}.")
         return isolate(model, ref, target, self.pairs, self.findings, modules=modules, compile=compile)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One self-contained page: first screen, curve, table, details of pairs (docs/report.md).
+
+        Statistics and tensors come from the traces as they lie on disk now; a page without them says so where
+        they are gone.
+
+        Args:
+          path: also written there.
+        Returns: the page.
+        """
+        from dispatch_trace.report.html import page
+
+        made = page(
+            self,
+            ref=self.ref,
+            target=self.target,
+            options=self.options,
+            ref_ranks=_still_there(self.ref),
+            target_ranks=_still_there(self.target),
+        )
+        if path is not None:
+            Path(path).write_text(made, encoding="utf-8")
+        return made
 
     def repro(self, folder: str | os.PathLike[str], finding: Finding | None = None) -> Repro:
         """Writes a script and one safetensors file that replay the guilty op, or its region, alone.
@@ -611,7 +637,30 @@ def align(
         reasons=reasons if verdict == "inconclusive" else [],
         ref=str(first.path),
         target=str(second.path),
+        options=_given(
+            golden=None if third is None else str(third.path),
+            rename=rename,
+            rows=rows,
+            declared=declared,
+            exact=exact or None,
+            tolerance=tolerance,
+            steps=None if chosen is None else sorted(chosen),
+            twins=twins,
+        ),
     )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _still_there(path: str) -> list[RankReader]:
+    """The ranks of a trace; none where it has been moved or deleted since."""
+    try:
+        return open_ranks(path)
+    except (DispatchTraceError, OSError):
+        return []
 
 
 def _rank_of(trace: Trace, finding: Finding) -> RankReader:
