@@ -97,6 +97,7 @@ def _align(options: argparse.Namespace) -> int:
             options.ref,
             options.target,
             golden=options.golden,
+            refs=options.ref_run,
             rename=renames,
             declared=options.declared or None,
             exact=options.exact,
@@ -205,6 +206,13 @@ def _parser() -> argparse.ArgumentParser:
     align.add_argument("ref", metavar="REF", help="trace of the trusted run")
     align.add_argument("target", metavar="TARGET", help="trace of the run under suspicion")
     align.add_argument("--golden", metavar="TRACE", help="a run of the reference in higher precision")
+    align.add_argument(
+        "--ref-run",
+        metavar="TRACE",
+        action="append",
+        default=[],
+        help="one more run of the reference: what they differ by is noise (repeatable)",
+    )
     align.add_argument(
         "--rename",
         metavar="OLD=NEW",

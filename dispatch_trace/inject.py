@@ -210,7 +210,7 @@ class inject:
                 if inside or at_region:
                     raise ConfigError(
                         f"at={str(here)!r} lies in compiled code ({path or '(root)'}), where nothing can be "
-                        "put in place. Inject into the eager model, or where the whole compiled module returns."
+                        "put in place. Inject into the eager model, or where the compiled code returns."
                     )
         return modules
 

@@ -11,7 +11,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,11 @@ from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
 from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.floors import measured_floors
 from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.joined import judge
 from dispatch_trace.judge.ranks import combined, setting_notices
+from dispatch_trace.judge.repeats import first_unrepeated
 from dispatch_trace.metrics import derived
 from dispatch_trace.report.facts import html_table, jsonable, pair_row
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
@@ -565,10 +567,11 @@ def open(path: str | os.PathLike[str]) -> Trace:
 
 
 def align(
-    ref: Trace | str | os.PathLike[str],
+    ref: Trace | str | os.PathLike[str] | Sequence[Trace | str | os.PathLike[str]],
     target: Trace | str | os.PathLike[str],
     *,
     golden: Trace | str | os.PathLike[str] | None = None,
+    refs: Iterable[Trace | str | os.PathLike[str]] = (),
     rename: Mapping[str, str] | Iterable[str] | str | None = None,
     rows: Mapping[str, int] | None = None,
     declared: str | Iterable[str] | None = None,
@@ -581,9 +584,12 @@ def align(
     """Compares two traces and names the first place where the target goes wrong.
 
     Args:
-      ref, target: the trusted run, and the run under suspicion.
+      ref, target: the trusted run, and the run under suspicion. Of a list of references the first is
+        the reference, the rest count as `refs`.
       golden: a run of the reference in higher precision: the target may be as far from it as the
-        reference is.
+        reference is. One in lower precision than the reference is left out, with a notice.
+      refs: more runs of the reference (other thread counts, batches, inputs one unit off). What they
+        differ by from the first is a floor of every band.
       rename: {reference path: target path}, or "OLD=NEW" rules; a rule counts for all modules beneath.
       rows: {"dim": d, "keep": n}: where sizes along dim d differ, only the first n rows are compared.
       declared: lower precision that is meant, as "matmul operands bf16".
@@ -597,19 +603,30 @@ def align(
     Raises:
       NotATraceError, TraceFormatError, SchemaVersionError, RenameError, ConfigError.
     """
-    first, second = (t if isinstance(t, Trace) else Trace(t) for t in (ref, target))
+    several = [ref] if isinstance(ref, (Trace, str, os.PathLike)) else list(ref)
+    if not several:
+        raise ConfigError("ref: expected a trace or several, got none.")
+    first, second, *more = (
+        t if isinstance(t, Trace) else Trace(t) for t in (several[0], target, *several[1:], *refs)
+    )
     third = None if golden is None else golden if isinstance(golden, Trace) else Trace(golden)
     if tolerance is not None and not (tolerance >= 0 and math.isfinite(tolerance)):
         raise ConfigError(f"tolerance={tolerance!r}: expected a finite number that is not negative.")
     chosen = chosen_steps(steps)
     judgements = []
-    notices = setting_notices(first.ranks, second.ranks)
+    notices, unrepeated = _repeats(first, second, more)
+    notices += setting_notices(first.ranks, second.ranks)
     theirs = {reader.rank: reader for reader in second.ranks}
     for reader in first.ranks:
         other = theirs.get(reader.rank)
         if other is None:
             continue
         pairing = pair_traces(reader, other, rename=rename, rows=rows, steps=chosen, progress=progress)
+        if more:
+            floors = _floors(reader, more, rows, chosen)
+            for one in pairing.rounds:
+                one.floors = floors
+            notices.append(f"{len(more) + 1} runs of the reference: a measured floor at {len(floors)} values")
         judgements.append(
             judge(
                 pairing,
@@ -630,7 +647,7 @@ def align(
         verdict = "inconclusive" if verdict == "match" else verdict
     return Alignment(
         verdict=verdict,
-        findings=found.findings,
+        findings=[*unrepeated, *found.findings] if verdict != "diverged" else [*found.findings, *unrepeated],
         pairs=found.pairs,
         coverage=found.coverage,
         notices=[*notices, *found.notices, *(reasons if verdict == "inconclusive" else [])],
@@ -675,6 +692,34 @@ def _rank_of(trace: Trace, finding: Finding) -> RankReader:
                 continue
         return reader
     return trace.ranks[0]
+
+
+def _repeats(first: Trace, second: Trace, more: Sequence[Trace]) -> tuple[list[str], list[Finding]]:
+    """What does not come out the same in two runs of one program: notices, and findings about the target."""
+    notices, findings = [], []
+    for number, trace in enumerate([*more, second]):
+        what = f"run {number + 2} of the reference" if trace is not second else "the target"
+        others = {reader.rank: reader for reader in trace.ranks}
+        for reader in first.ranks:
+            other = others.get(reader.rank)
+            found = None if other is None else first_unrepeated(reader, other)
+            if found is None:
+                continue
+            where = f"{found.op or found.evidence['kind']} in {found.module or '(root)'} (step {found.step})"
+            doubt = "; a kernel that fails now and then looks like this too" if trace is second else ""
+            notices.append(
+                f"nondeterministic: {what} is the same program on the same leaves, and {where} gives another "
+                f"result{doubt}"
+            )
+            if trace is second:
+                findings.append(found)
+    return notices, findings
+
+
+def _floors(ref: RankReader, more: Sequence[Trace], rows: Any, steps: Any) -> dict[tuple[int, int], float]:
+    """What the runs of the reference differ by in this rank."""
+    others = [reader for trace in more for reader in trace.ranks if reader.rank == ref.rank]
+    return measured_floors([pair_traces(ref, other, rows=rows, steps=steps) for other in others])
 
 
 def _golden(third: Trace, ref: RankReader, target: RankReader, rename: Any, rows: Any, steps: Any) -> Golden:

@@ -96,6 +96,7 @@ class Pairing:
       ref_links: by value of the reference.
       plan: how steps were paired; None where they pair by number and as they are.
       others: further rounds of the plan, lined up in the same way.
+      floors: relative errors that runs of the reference have among themselves, by value of the reference.
       unpaired: numbers of steps that only the reference, and only the target, has.
     """
 
@@ -113,6 +114,7 @@ class Pairing:
     ref_links: dict[Value, list[Link]] = field(default_factory=lambda: defaultdict(list))
     plan: StepPlan | None = None
     others: list[Pairing] = field(default_factory=list)
+    floors: dict[Value, float] = field(default_factory=dict)
     unpaired: tuple[list[int], list[int]] = ([], [])
 
     @property
@@ -237,6 +239,8 @@ def relinked(pairing: Pairing, ref: Program, target: Program, comparer: Comparer
         modules=[],
         links=defaultdict(list),
         ref_links=defaultdict(list),
+        # Inputs that were varied on purpose count in any precision; what else was measured is rounding.
+        floors={value: floor for value, floor in pairing.floors.items() if pairing.ref.is_leaf(value)},
     )
     _link_params(found)
     _link_modules(found)

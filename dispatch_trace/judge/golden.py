@@ -2,13 +2,15 @@
 
 Where a golden run exists, "different from the reference" is not yet "worse": the reference has errors of its
 own. The target passes where its error against the golden run is at most `SCORE` times the reference's,
-plus the rounding of one result.
+plus the rounding of one result. A golden run that is coarser than the reference has no say.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.align.graph import Program
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.judge.estimates import roundoff
 
@@ -21,6 +23,17 @@ class Golden:
 
     with_ref: Pairing
     with_target: Pairing
+
+    def coarser(self) -> str:
+        """Why the golden run cannot judge: it is coarser than the reference; "" where it is not."""
+        golden, ref = self.with_ref.ref, self.with_ref.target
+        names = [_coarsest(program) for program in (golden, ref)]
+        if not all(names) or roundoff(names[0]) <= roundoff(names[1]):
+            return ""
+        return (
+            f"the golden run is in {names[0]}, coarser than the reference's {names[1]}: it says nothing "
+            "about the target and was left out"
+        )
 
     def scores(self) -> dict[str, tuple[float, float, bool]]:
         """By "step model slot" of the final outputs: (error of the target, of the reference, passes)."""
@@ -36,6 +49,14 @@ class Golden:
         """Whether every output that all three runs share passes, and there is one."""
         scores = self.scores()
         return bool(scores) and all(passes for _, _, passes in scores.values())
+
+
+def _coarsest(program: Program) -> str:
+    """The coarsest float dtype of what goes in and out of root calls and of parameters; "" without any."""
+    slots = [s for call in program.roots if call.record is not None for s in call.record.slots]
+    slots += [r.slots[0] for versions in program.params.values() for r in versions]
+    found = [s.dtype for s in slots if s.is_tensor and dtype_class(s.dtype) == "f"]
+    return max(found, key=roundoff, default="")
 
 
 def _output_errors(pairing: Pairing) -> dict[str, tuple[float, float]]:

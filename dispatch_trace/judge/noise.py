@@ -200,7 +200,7 @@ class NoisePass:
         state.predicted = budget.full
         # With something wrong before it, a value is explained only if the wrong has healed.
         reckoned = budget.clean if budget.tainted else budget.full
-        limit = self.band(math.hypot(reckoned, ref_noise), difference)
+        limit = self.floored(self.band(math.hypot(reckoned, ref_noise), difference), link)
         state.limit = limit
         state.explained = within(difference, limit)
         if not state.explained and not self.exact and self.pairing.ref.is_leaf(link.ref):
@@ -209,7 +209,7 @@ class NoisePass:
             state.flags |= {("random", record.seq)}
         if state.explained:
             state.noise = state.clean = difference.rho
-            strict = self.band(math.hypot(budget.free, ref_noise), difference)
+            strict = self.floored(self.band(math.hypot(budget.free, ref_noise), difference), link)
             state.flags = frozenset() if within(difference, strict) else frozenset(budget.flags)
             state.tainted = False
         else:
@@ -238,6 +238,10 @@ class NoisePass:
         floor = SKETCH_FLOOR if difference is not None and difference.method == "sketch" else 0.0
         return max(C * math.hypot(predicted, floor), self.tolerance)
 
+    def floored(self, band: float, link: Link) -> float:
+        """A band, or what runs of the reference differ by at this value, where that is more."""
+        return band if self.exact else max(band, self.pairing.floors.get(link.ref, 0.0))
+
     def _flipped(self, record: StoredRecord, out: StoredSlot, budget: Budget) -> bool:
         """A decision that fell the other way because of noise in what it was made on."""
         if self.exact or budget.tainted or short(record.op) not in DISCRETE:
@@ -262,7 +266,8 @@ class NoisePass:
         link, difference = found
         state.link, state.difference, state.rho = link, difference, difference.rho
         own = budget.clean if budget.tainted else budget.free
-        state.limit = self.band(math.hypot(own, self._ref_noise.get(link.ref, 0.0)), difference)
+        band = self.band(math.hypot(own, self._ref_noise.get(link.ref, 0.0)), difference)
+        state.limit = self.floored(band, link)
         state.explained = within(difference, state.limit)
         state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
         if state.explained:
@@ -320,7 +325,7 @@ class NoisePass:
         limit = max(u_ref, u_target) * (1.0 if u_ref != u_target else C)
         if dtype_class(target.dtype) not in "fc8":
             limit = 0.0
-        state.limit = self.band(limit / C, difference)
+        state.limit = self.floored(self.band(limit / C, difference), link)
         state.explained = within(difference, state.limit)
         if not state.explained:
             self._excuse_grid(state, link, difference)

@@ -28,6 +28,9 @@ class Sites:
             "error": state.rho,
             "band": self._noise.band(state.predicted, state.difference),
         }
+        floor = 0.0 if state.link is None else self._pairing.floors.get(state.link.ref, 0.0)
+        if floor:
+            found["floor"] = floor
         difference = state.difference
         if difference is not None:
             found["measured_by"] = difference.method

@@ -163,6 +163,10 @@ class RoundJudge:
         self, fatal: list[Finding], outputs: list[Output], golden: Golden
     ) -> tuple[list[Finding], list[Output]]:
         """What the golden run says of the findings: the target may be as far from it as the reference is."""
+        coarse = golden.coarser()
+        if coarse:
+            self._notices.append(coarse)
+            return fatal, outputs
         scores = golden.scores()
         if not scores:
             self._notices.append("the golden run shares no comparable output with both traces")
@@ -239,6 +243,8 @@ class RoundJudge:
             default=0.0,
         )
         band = noise.band(math.hypot(clean if suspicious else here, ref_noise), difference)
+        floors = [self._pairing.floors.get(o.value, 0.0) for o in self._pairing.ref.origins(ref, a)]
+        band = max([band, *floors]) if band else band
         if not difference.known:
             empty = a.note or b.note or 0 in a.shape
             return Output(target, b, ref, a, difference, True if empty else None, band, frozenset())
