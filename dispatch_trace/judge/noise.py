@@ -151,6 +151,8 @@ class NoisePass:
         noise = clean = 0.0
         flags: frozenset[tuple[str, int]] = frozenset()
         suspicious = False
+        if slot_numel(slot) == 0:  # what is empty carries nothing, wherever it was cut from
+            return noise, clean, flags, suspicious
         for origin in self.pairing.target.origins(record, slot):
             state = self.state(origin.value)
             # Measured errors may sit in the part that is read; predicted ones are rounding, alike everywhere.
