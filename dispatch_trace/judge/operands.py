@@ -131,7 +131,7 @@ class Operands:
             "found": self._sites.describe(self._target, ours.value),
         }
         return self._sites.finding(
-            self._meeting(record, ours), record.op, "wiring", evidence, state, where=record
+            self._meeting(record, theirs, ours), record.op, "wiring", evidence, state, where=record
         )
 
     def holds_other(self, a: StoredSlot, b: StoredSlot) -> bool:
@@ -165,15 +165,32 @@ class Operands:
     def _view_twin(self, theirs: Origin, view: StoredRecord) -> StoredRecord | None:
         return next((r for r in map(self._ref.records.__getitem__, theirs.edges) if r.op == view.op), None)
 
-    def _meeting(self, record: StoredRecord, origin: Origin) -> StoredRecord | Call:
-        """Where an operand was handed over: the innermost call around both its source and its reader."""
-        reader = self._target.call_of(record).enclosing()
-        source = self._target.records[origin.value[0]]
+    def _meeting(self, record: StoredRecord, theirs: Origin, ours: Origin) -> StoredRecord | Call:
+        """Where an operand was handed over: the innermost call that had both it and the one expected.
+
+        A call has what was computed in it, or handed to it.
+        """
+        reader = list(self._target.call_of(record).enclosing())
+        source = self._target.records[ours.value[0]]
         if source.kind == "param":
             return record
         around = {id(c) for c in self._target.call_of(source).enclosing()}
         common = next((c for c in reader if id(c) in around), reader[0])
-        return record if common is reader[0] else common
+        inside = reader[: reader.index(common)]
+        chosen = next((c for c in inside if self._was_given_both(c, theirs.value, ours.value)), common)
+        return record if chosen is reader[0] else chosen
+
+    def _was_given_both(self, call: Call, ref: Value, target: Value) -> bool:
+        """Whether a call of the target was handed a value and one that stands for a reference value."""
+        if call.record is None:
+            return False
+        given = {
+            origin.value
+            for slot in call.record.slots
+            if slot.role == "in" and slot.is_tensor
+            for origin in self._target.origins(call.record, slot)
+        }
+        return target in given and any(self._stands_for(ref, value) for value in given - {target})
 
 
 def _first_besides(program: Program, way: Origin, other: Program, other_way: Origin) -> StoredRecord | None:
