@@ -163,7 +163,7 @@ def _facts(found: AlignmentLike, finding: Finding) -> dict[str, Any]:
         "evidence": [
             [str(key).replace("_", " "), evidence_text(str(key), value)]
             for key, value in finding.evidence.items()
-            if key not in ("parameter", "judge")
+            if key not in ("parameter", "judge", "error", "band")
         ],
     }
 

@@ -11,7 +11,7 @@ function openPair(index) {
     el("p", { class: "lead" }, row.label ? chip(row.label) : null, el("span", { class: "chip" }, row.outcome), row.method ? el("span", { class: "chip" }, `${row.method}${row.confidence != null && row.confidence < 1 && row.confidence > 0 ? `, ${Math.round(100 * row.confidence)} %` : ""}`) : null));
   if (row.label) head.append(el("p", { class: "muted" }, DATA.labels[row.label] || ""));
   host.append(head);
-  host.append(el("div", { class: "big" }, big("error", figure(row.error)), big("noise band", figure(row.band)), row.error > 0 && row.band > 0 ? big(row.over ? "times beyond" : "of the band", row.over ? `${figure(Number((row.error / row.band).toPrecision(2)))}×` : `${Math.max(1, Math.round(100 * row.error / row.band))} %`) : null));
+  host.append(el("div", { class: "big" }, big("error", figure(row.error)), big("noise band", figure(row.band)), row.error > 0 && row.band > 0 ? big(row.over ? "the band" : "of the band", row.over ? `${figure(Number((row.error / row.band).toPrecision(2)))}×` : `${Math.max(1, Math.round(100 * row.error / row.band))} %`) : null));
   if (finding) host.append(section(finding.hint ? `Looks like: ${finding.hint}` : "Evidence", null, table(finding.evidence.map(([name, value]) => [name, value]))));
   host.append(section("Site", null, table([["", "reference", "target"],
     ["record", row.ref ?? "–", row.target ?? "–"], ["step", row.step, row.step], ["dtype", ...c.dtypes[index].map((t) => TEXT(t) || "–")], ["shape", ...c.shapes[index].map((t) => TEXT(t) || "–")],

@@ -191,7 +191,7 @@ function drawCurve() {
   const half = list.length > 1 ? (width - left - right) / (list.length - 1) / 2 : 20;
   chart.append(svg("path", { class: "bandarea", d: list.map((s) => `M${s.c - half} ${base}V${y(s.shown)}H${s.c + half}V${base}Z`).join("") }));
   chart.append(svg("path", { class: "trail", d: list.map((s, n) => `${n ? "L" : "M"}${s.c} ${y(s.worst.error)}`).join("") }));
-  for (const s of list) if (!s.worst.over) chart.append(svg("circle", { class: "pt", cx: s.c, cy: y(s.worst.error), r: list.length > 500 ? 1.4 : 2.2 }));
+  for (const s of list) if (!s.worst.over) chart.append(svg("circle", { class: "pt", cx: s.c, cy: y(s.worst.error), r: width / list.length < 5 ? 1.3 : 2.2 }));
   for (const s of list) if (s.worst.over) chart.append(svg("path", { class: "pt-over", d: `M${s.c} ${y(s.worst.error) - 4}l4 4l-4 4l-4 -4Z` }));
   chart.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: base, y2: base }));
   depthTicks(points, x, width, height, chart);
@@ -225,17 +225,16 @@ function depthTicks(points, x, width, height, chart) {
   for (let depth = 1; depth < 8; depth++) {
     const runs = [];
     points.forEach((p, i) => { const name = p.module.split(".").slice(0, depth).join("."); const run = runs[runs.length - 1]; if (!run || run.name !== name) runs.push({ name, from: i, to: i }); else run.to = i; });
-    if (runs.length > Math.max(4, width / 90)) break;
-    best = runs;
+    const labelled = runs.filter((run) => run.name && x(run.to) - x(run.from) > tickText(run).length * 6 + 6);
+    if (labelled.length > Math.max(1, best.length * 1.5) || depth === 1) best = labelled;
   }
   for (const run of best) {
-    const from = x(run.from), room = x(run.to) - from;
-    if (!run.name || room < 24) continue;
-    const name = run.name, text = room > name.length * 6.2 ? name : name.split(".").slice(-1)[0];
+    const from = x(run.from);
     chart.append(svg("line", { class: "axis", x1: from, x2: from, y1: height - 26, y2: height - 20 }));
-    if (room > text.length * 6) chart.append(svg("text", { x: from + 4, y: height - 8 }, text));
+    chart.append(svg("text", { x: from + 4, y: height - 8 }, tickText(run)));
   }
 }
+const tickText = (run) => run.name.split(".").slice(-2).join(".");
 
 // --- wiring -------------------------------------------------------------------------------------
 
@@ -315,7 +314,7 @@ function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (!$("detail").hidden) openPair(state.opened); });
   $("help-button").addEventListener("click", () => $("help").showModal());
   const measure = () => document.documentElement.style.setProperty("--tools", `${getComputedStyle($("tools")).position === "sticky" ? $("tools").offsetHeight : 0}px`);
-  measure();
+  new ResizeObserver(measure).observe($("tools"));
   drawCurve();
   applyFilter();
   addEventListener("scroll", draw, { passive: true });
