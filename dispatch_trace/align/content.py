@@ -37,6 +37,8 @@ SKETCH_FLOOR = 1e-6
 # Expanded views can have any number of elements; only real ones are compared one by one.
 MAX_ELEMENTS = 1 << 32
 _CACHED_BYTES = 1 << 28
+# Numbers from here on stand for values laid out of several contents.
+LAID_OUT = 1 << 60
 _MAX_PERMUTED_DIMS = 5
 
 
@@ -99,6 +101,64 @@ def unknown(why: str) -> Difference:
     return Difference(known=False, why=why, method="")
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a value of the target is laid out of values of the reference, along one dim.
+
+    Attributes:
+      parts: contents of the reference, put one behind the other along `ref_axis`.
+      sizes: of each along that axis.
+      ref_axis, axis: of the parts, and of the target; a matrix is transposed where they differ.
+      index: for each place along the target's axis the place among all parts; -1 for zeros.
+    """
+
+    parts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ref_axis: int
+    axis: int
+    index: tuple[int, ...]
+
+    @property
+    def transform(self) -> str:
+        """In words, for people."""
+        words = []
+        total = sum(self.sizes)
+        real = [i for i in self.index if i >= 0]
+        if self.ref_axis != self.axis:
+            words.append("transposed")
+        if len(self.parts) > 1:
+            words.append(f"{len(self.parts)} concatenated")
+        if len(real) < len(self.index):
+            words.append(f"padded from {len(real)} to {len(self.index)}")
+        if len(real) < total:
+            words.append(f"{len(real)} of {total} rows")
+        if real and real != list(range(real[0], real[0] + len(real))):
+            blocks = sum(b != a + 1 for a, b in itertools.pairwise(real)) + 1
+            words.append(f"in {blocks} pieces of another order")
+        return ", ".join(words)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one value is laid out in its own order, transposed or not."""
+        return len(self.parts) == 1 and self.index == tuple(range(self.sizes[0]))
+
+    def of(self, parts: list[Array]) -> Array:
+        """The value that the target ought to hold.
+
+        Args:
+          parts: the reference's values.
+        """
+        whole = np.concatenate(parts, axis=self.ref_axis) if len(parts) > 1 else parts[0]
+        if self.index != tuple(range(whole.shape[self.ref_axis])):
+            index = np.array(self.index)
+            whole = np.take(whole, np.maximum(index, 0), axis=self.ref_axis)
+            if (index < 0).any():
+                zeros = [slice(None)] * whole.ndim
+                zeros[self.ref_axis] = index < 0  # type: ignore[call-overload]
+                whole[tuple(zeros)] = 0
+        return whole if self.ref_axis == self.axis else np.swapaxes(whole, self.ref_axis, self.axis)
+
+
 class Comparer:
     """Compares contents of two ranks, each pair once."""
 
@@ -120,6 +180,7 @@ class Comparer:
         self.rows = rows
         self._maps = maps
         self._known: dict[tuple[int, int], Difference] = {}
+        self._layouts: dict[int, Layout] = {}
         self._arrays: OrderedDict[tuple[bool, int], Array | None] = OrderedDict()
         self._cached_bytes = 0
 
@@ -133,12 +194,24 @@ class Comparer:
             found = self._known[key] = self._compare(*key)
         return found
 
+    def laid_out(self, layout: Layout) -> int:
+        """The number under which a value laid out of several of the reference's is compared."""
+        number = LAID_OUT + len(self._layouts)
+        self._layouts[number] = layout
+        return number
+
+    def layout(self, ref_id: int) -> Layout | None:
+        """The layout behind a number, None for a content that was recorded as it is."""
+        return self._layouts.get(ref_id)
+
     def array(self, ref_side: bool, id: int) -> Array | None:
         """The data of a content as numbers, None where the trace holds none."""
         key = (ref_side, id)
         if key in self._arrays:
             self._arrays.move_to_end(key)
             return self._arrays[key]
+        if ref_side and id in self._layouts:
+            return self._laid_out(self._layouts[id])
         reader = self.ref if ref_side else self.target
         array: Array | None = None
         content = reader.content(id)
@@ -155,6 +228,14 @@ class Comparer:
             _, dropped = self._arrays.popitem(last=False)
             self._cached_bytes -= 0 if dropped is None else dropped.nbytes
         return array
+
+    def whole(self, ref_side: bool, id: int) -> Array | None:
+        """All elements of a content, for layouts."""
+        return self.array(ref_side, id)
+
+    def _laid_out(self, layout: Layout) -> Array | None:
+        parts = [self.whole(True, part) for part in layout.parts]
+        return None if any(p is None for p in parts) else layout.of([p for p in parts if p is not None])
 
     def permuted(self, ref_id: int, target_id: int, limit: float) -> Difference | None:
         """The best way to lay the target's dims out in another order, where that comes within `limit`."""
@@ -174,7 +255,18 @@ class Comparer:
 
     # ----------------------------------------------------------------------------------------------
 
+    def _compare_layout(self, ref_id: int, target_id: int) -> Difference:
+        ref, target = self.array(True, ref_id), self.whole(False, target_id)
+        if ref is None or target is None:
+            return unknown("the values are laid out otherwise, and that takes the data of both")
+        if ref.size != target.size:
+            return unknown(f"shapes differ: {list(ref.shape)} against {list(target.shape)}")
+        found = arrays_difference(ref.reshape(target.shape), target)
+        return replace(found, transform=self._layouts[ref_id].transform)
+
     def _compare(self, ref_id: int, target_id: int) -> Difference:
+        if ref_id in self._layouts:
+            return self._compare_layout(ref_id, target_id)
         a, b = self.ref.content(ref_id), self.target.content(target_id)
         if self._maps is not None:
             found = self._mapped(self._maps, a, b)

@@ -26,6 +26,7 @@ class Renames:
     def __init__(self, rules: Any) -> None:
         self._plain: dict[str, str] = {}
         self._patterns: list[tuple[re.Pattern[str], str]] = []
+        self.found: dict[str, str] = {}  # pairs by structure, where paths and rules say nothing
         for old, new in _rules(rules):
             if re.fullmatch(r"[\w.\-]*", old):
                 if self._plain.get(old, new) != new:
@@ -42,6 +43,16 @@ class Renames:
 
     def apply(self, path: str) -> str:
         """The target's path for one of the reference."""
+        return self.found[path] if path in self.found else self.by_rule(path)
+
+    def nearest(self, path: str) -> str:
+        """The same; where trees differ, for a module without partner that of the nearest around it."""
+        while self.found and path and path not in self.found:
+            path = path.rpartition(".")[0]
+        return self.apply(path)
+
+    def by_rule(self, path: str) -> str:
+        """The path that the rules alone give."""
         for pattern, new in self._patterns:
             if pattern.fullmatch(path):
                 return pattern.sub(new, path, count=1)
@@ -70,7 +81,7 @@ class Renames:
                 raise RenameError(_no_match(pattern.pattern, ref, "the reference"))
         seen: dict[str, str] = {}
         for path in sorted(ref):
-            new = self.apply(path)
+            new = self.by_rule(path)
             if new in target and seen.setdefault(new, path) != path:
                 raise RenameError(f"rename maps both {seen[new]!r} and {path!r} to {new!r}.")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from dispatch_trace.align.arrival import by_arrival, has_no_order
-from dispatch_trace.align.canon import dtype_class, is_factory, short
-from dispatch_trace.align.content import Comparer, Difference, Rows, same_class
+from dispatch_trace.align.canon import dtype_class, family, is_factory, short
+from dispatch_trace.align.content import Comparer, Difference, Layout, Rows, same_class
 from dispatch_trace.align.graph import CallKey, Origin, Program, Value
 from dispatch_trace.align.lens import StepLens
 from dispatch_trace.align.modules import Renames, host, pair_calls
@@ -23,6 +23,8 @@ from dispatch_trace.align.named import named_alike
 from dispatch_trace.align.ops import BodyAligner, Element, OpPair, scalars
 from dispatch_trace.align.rows import RowMap
 from dispatch_trace.align.steps import StepPair, StepPlan, pair_models, pair_steps, unpaired_steps
+from dispatch_trace.align.structure import find_structure
+from dispatch_trace.align.weights import WeightPair
 from dispatch_trace.schema import NO_CALL, GradPhase, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
 
@@ -98,6 +100,8 @@ class Pairing:
       others: further rounds of the plan, lined up in the same way.
       floors: relative errors that runs of the reference have among themselves, by value of the reference.
       unpaired: numbers of steps that only the reference, and only the target, has.
+      weights: parameters that pair by content, where names say nothing.
+      whole: values, of either side, whose layouts are compared: that takes all elements.
     """
 
     ref: Program
@@ -116,6 +120,8 @@ class Pairing:
     others: list[Pairing] = field(default_factory=list)
     floors: dict[Value, float] = field(default_factory=dict)
     unpaired: tuple[list[int], list[int]] = ([], [])
+    weights: list[WeightPair] = field(default_factory=list)
+    whole: tuple[set[Value], set[Value]] = field(default_factory=lambda: (set(), set()))
 
     @property
     def rounds(self) -> list[Pairing]:
@@ -176,11 +182,13 @@ def pair_traces(
             steps,
             unpaired=unpaired_steps(ref, target, steps),
         )
+        pairing.weights = find_structure(pairing.ref, pairing.target, pairing.comparer, models, renames)
         pairing.calls = pair_calls(pairing.ref, pairing.target, models, renames)
         found = [pairing]
     for pairing in found:
         _pair_ops(pairing, ignore_sizes=cut is not None or plan is not None, progress=progress)
         _link_params(pairing)
+        _link_weights(pairing)
         _link_modules(pairing)
         _link_ops(pairing)
         if plan is not None:
@@ -243,6 +251,7 @@ def relinked(pairing: Pairing, ref: Program, target: Program, comparer: Comparer
         floors={value: floor for value, floor in pairing.floors.items() if pairing.ref.is_leaf(value)},
     )
     _link_params(found)
+    _link_weights(found)
     _link_modules(found)
     _link_ops(found)
     return found
@@ -310,17 +319,75 @@ def _link_params(pairing: Pairing) -> None:
                 pairing.add(Link((ref.seq, 0), (target.seq, 0), a.content, b.content, "param", slots))
 
 
+def _link_weights(pairing: Pairing) -> None:
+    """Parameters that pair by content, and what products with weights laid out otherwise make of them."""
+    for pair in pairing.weights:
+        target, parts = (
+            pairing.target.records[pair.target.seq],
+            [pairing.ref.records[r.seq] for r in pair.ref],
+        )
+        if not same_class(parts[0].slots[0].dtype, target.slots[0].dtype):
+            continue
+        places = [(part.seq, 0) for part in parts]
+        _link_layout(pairing, places, (target.seq, 0), pair.layout, "param")
+        if pair.layout is None or pair.layout.is_plain:
+            continue
+        readers = [_products(pairing.ref, place) for place in places]
+        ours = _products(pairing.target, (target.seq, 0))
+        if any(len(found) != len(ours) for found in readers):
+            continue
+        for made, *theirs in zip(ours, *readers, strict=True):
+            shape, shapes = pairing.target.slot(made).shape, [pairing.ref.slot(v).shape for v in theirs]
+            sizes = tuple(s[-1] for s in shapes)
+            if (
+                shape[-1] != len(pair.layout.index)
+                or sizes != pair.layout.sizes
+                or len({s[:-1] for s in shapes}) != 1
+            ):
+                continue  # the rows of the weight are not what the product is made of
+            last = len(shapes[0]) - 1
+            layout = replace(pair.layout, ref_axis=last, axis=last)
+            _link_layout(pairing, theirs, made, layout, "op")
+
+
+def _products(program: Program, weight: Value) -> list[Value]:
+    """What linear ops make of a weight, in order."""
+    found = []
+    for seq, _ in program.consumers.get(weight, ()):
+        record = program.records[seq]
+        outputs = program.outputs(record)
+        if family(record.op) == "linear" and len(outputs) == 1 and len(outputs[0].shape) > 1:
+            found.append((seq, outputs[0].index))
+    return found
+
+
+def _link_layout(
+    pairing: Pairing, parts: list[Value], target: Value, layout: Layout | None, method: str
+) -> None:
+    """Links a value of the target with the values of the reference that it is laid out of."""
+    contents = tuple(pairing.ref.slot(part).content for part in parts)
+    number = contents[0]
+    if layout is not None:
+        if min(contents) < 0:
+            return
+        number = pairing.comparer.laid_out(replace(layout, parts=contents))
+        pairing.whole[0].update(parts)
+        pairing.whole[1].add(target)
+    slots = (*parts[0], *target)
+    link = Link(parts[0], target, number, pairing.target.slot(target).content, method, slots)
+    pairing.add(link)
+    for part in parts[1:]:
+        pairing.ref_links[part].append(link)
+
+
 def _link_modules(pairing: Pairing) -> None:
     for ref_key, target_key in pairing.calls.items():
         ref, target = pairing.ref.calls[ref_key].record, pairing.target.calls[target_key].record
         if ref is None or target is None:
             continue
         pairing.modules.append((ref, target))
-        by_name = {(slot.role, slot.name): slot for slot in ref.slots if slot.is_tensor}
-        for slot in target.slots:
-            twin = by_name.get((slot.role, slot.name))
-            if slot.is_tensor and twin is not None:
-                _link_slots(pairing, ref, twin, target, slot, "module" if slot.role == "out" else "input")
+        for twin, slot in module_slots(ref, target, pairing):
+            _link_slots(pairing, ref, twin, target, slot, "module" if slot.role == "out" else "input")
     _link_inline(pairing)
 
 
@@ -351,6 +418,52 @@ def _link_ops(pairing: Pairing) -> None:
             continue
         for a, b in paired_slots(ref, pairing.ref.inputs(ref), target, pairing.target.inputs(target)):
             _link_slots(pairing, ref, a, target, b, "operand")
+
+
+def module_slots(
+    ref: StoredRecord, target: StoredRecord, pairing: Pairing
+) -> list[tuple[StoredSlot, StoredSlot]]:
+    """Inputs and outputs of two calls that mean the same.
+
+    Of one name; of those left, of equal content; then in order and of one size. Inputs that several could be
+    stay alone.
+    """
+    found, left = [], []
+    theirs = {(slot.role, slot.name): slot for slot in ref.slots if slot.is_tensor}
+    for slot in target.slots:
+        twin = theirs.pop((slot.role, slot.name), None) if slot.is_tensor else None
+        if twin is not None:
+            found.append((twin, slot))
+        elif slot.is_tensor:
+            left.append(slot)
+    for equal in (True, False):
+        for slot in list(left):
+            fitting = [
+                key
+                for key, twin in theirs.items()
+                if twin.role == slot.role
+                and same_class(twin.dtype, slot.dtype)
+                and _core(twin) == _core(slot)
+            ]
+            if equal:
+                fitting = [key for key in fitting if _equal_content(pairing, theirs[key], slot)]
+            elif slot.role == "in" and len(fitting) > 1:
+                continue
+            if fitting:
+                found.append((theirs.pop(fitting[0]), slot))
+                left.remove(slot)
+    return found
+
+
+def _equal_content(pairing: Pairing, a: StoredSlot, b: StoredSlot) -> bool:
+    if a.content < 0 or b.content < 0:
+        return False
+    hashes = pairing.ref.reader.content(a.content).hash, pairing.target.reader.content(b.content).hash
+    return bool(hashes[0]) and hashes[0] == hashes[1]
+
+
+def _core(slot: StoredSlot) -> tuple[int, ...]:
+    return tuple(size for size in slot.shape if size != 1)
 
 
 def paired_slots(

@@ -107,7 +107,7 @@ class Blame:
         if owner is None or owner.kind != "op":
             return self._sites.finding(record, None, "introduced", evidence, state, hint=hint)
         call = self._ref.call_of(owner)
-        path = self._pairing.renames.apply(owner.module)
+        path = self._pairing.renames.nearest(owner.module)
         found = self._sites.place(path, call, owner.op, "introduced", evidence, state, at=record, hint=hint)
         return replace(found, source=source_of(owner))
 
@@ -218,7 +218,7 @@ class Blame:
         if missing and not region.only_target and len(missing) == 1:
             call = missing[0]
             evidence = self._sites.evidence(state) | {"missing_module": call.path, "reader": region.target.op}
-            path = self._pairing.renames.apply(call.path)
+            path = self._pairing.renames.nearest(call.path)
             return self._sites.place(
                 path,
                 call,
@@ -295,7 +295,7 @@ class Blame:
         if self._pairing.calls.get(body.key) == mine.key or self._regions.fed_by_constant(region):
             op = region.target.op if region.target.kind == "op" else last.op
             return self._sites.finding(region.target, op, "structure", evidence, state)
-        path = self._pairing.renames.apply(last.module)
+        path = self._pairing.renames.nearest(last.module)
         call = self._target.calls.get(self._pairing.calls.get(body.key, body.key))
         return self._sites.place(path, call or body, last.op, "structure", evidence, state, at=region.target)
 

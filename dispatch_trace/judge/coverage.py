@@ -70,6 +70,8 @@ class _Rows:
             key = (pairing.models.get(model, model), pairing.renames.apply(path), name)
             for ref, target in zip(versions, pairing.target.params.get(key, ()), strict=False):
                 found[target.seq] = ref
+        for pair in pairing.weights:
+            found[pair.target.seq] = pair.ref[0]
         return found
 
     def _matched(self, ref: StoredRecord, target: StoredRecord) -> Pair:

@@ -32,6 +32,8 @@ def hint_of(pairing: Pairing, link: Link, difference: Difference) -> str | None:
         return _from_data(
             ref.astype(np.float64), target.reshape(ref.shape).astype(np.float64), difference.rho
         )
+    if pairing.comparer.layout(link.ref_content) is not None:
+        return None
     a, b = pairing.ref.reader.sketch(link.ref_content), pairing.target.reader.sketch(link.target_content)
     if a is None or b is None or norm(a) == 0.0:
         return None

@@ -87,7 +87,7 @@ class ModuleBlame:
         for child in sorted(twin.children, key=lambda c: c.closed):
             partner = self._pairing.calls.get(child.key)
             if partner is None:
-                path = self._pairing.renames.apply(child.path)
+                path = self._pairing.renames.nearest(child.path)
                 evidence = {"missing_module": child.path}
                 assert call.record is not None
                 return self._sites.place(

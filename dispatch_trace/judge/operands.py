@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection
 from typing import Any
 
-from dispatch_trace.align.canon import family, short
+import numpy as np
+
+from dispatch_trace.align.canon import SAME_ORDER, family, short
 from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.pairs import paired_slots, same_path, slot_role
+from dispatch_trace.align.views import elements
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, State, within
 from dispatch_trace.judge.regions import Region, Regions
@@ -77,6 +81,8 @@ class Operands:
     def not_passed(self, record: StoredRecord, sources: Collection[Value]) -> StoredRecord | Call:
         """The outermost call that should have handed one of these values of the reference on."""
         seat: StoredRecord | Call = record
+        if self._pairing.renames.found:
+            return seat  # another implementation hands over other things by other names
         backward = {target: ref for ref, target in self._pairing.calls.items()}
         for call in self._target.call_of(record).enclosing():
             twin = self._ref.calls.get(backward.get(call.key, call.key))
@@ -104,6 +110,8 @@ class Operands:
                 continue
             evidence = self._sites.evidence(state) | {"operand": b.name.removeprefix("in.")}
             if self._stands_for(theirs[0].value, ours[0].value):
+                if self._shows_same(ref, a, theirs[0], record, b, ours[0]):
+                    continue
                 view = self.differing_view(theirs[0], ours[0])
                 if view is None:
                     if a.shape == b.shape and same_path(self._ref, theirs[0], self._target, ours[0]):
@@ -111,7 +119,7 @@ class Operands:
                     lost = self._lost_view(theirs[0], ours[0])
                     if lost is not None:
                         call = self._ref.call_of(lost)
-                        path = self._pairing.renames.apply(lost.module)
+                        path = self._pairing.renames.nearest(lost.module)
                         evidence["missing_op"] = lost.op
                         return self._sites.place(path, call, lost.op, "wiring", evidence, state, at=record)
                     view = record
@@ -133,6 +141,23 @@ class Operands:
         return self._sites.finding(
             self._meeting(record, theirs, ours), record.op, "wiring", evidence, state, where=record
         )
+
+    def _shows_same(
+        self,
+        ref: StoredRecord,
+        a: StoredSlot,
+        theirs: Origin,
+        record: StoredRecord,
+        b: StoredSlot,
+        ours: Origin,
+    ) -> bool:
+        """Whether two slots show the same elements of one value, whatever the views are called."""
+        before, after = self._ref.slot(theirs.value), self._target.slot(ours.value)
+        if math.prod(before.shape) != math.prod(after.shape):
+            return False
+        first = elements(self._ref, ref, a, theirs)
+        second = elements(self._target, record, b, ours)
+        return first is not None and second is not None and np.array_equal(first.ravel(), second.ravel())
 
     def holds_other(self, a: StoredSlot, b: StoredSlot) -> bool:
         """Whether the slots' values differ, as far as that is known; unknown counts as possible."""
@@ -196,14 +221,17 @@ class Operands:
 def _first_besides(program: Program, way: Origin, other: Program, other_way: Origin) -> StoredRecord | None:
     """The first view on one way to a value that is not on the other; copies count as nothing."""
     expected = [_view_key(other.records[seq]) for seq in other_way.edges]
+    besides = []
     for seq in way.edges:
         record = program.records[seq]
         key = _view_key(record)
         if key in expected:
             expected.remove(key)
         elif short(record.op) not in ("clone", "detach", "alias", "_to_copy", "lift_fresh"):
-            return record
-    return None
+            besides.append(record)
+    # Where elements keep their order, a view only makes room for what is done next.
+    moving = [record for record in besides if short(record.op) not in SAME_ORDER]
+    return next(iter(moving or besides), None)
 
 
 def changed_arguments(ref: StoredRecord | None, target: StoredRecord) -> dict[str, list[Any]]:

@@ -53,6 +53,8 @@ def _changed(pairing: Pairing, link: Link) -> ChangedParameter | None:
     readers = pairing.target.consumers.get(link.target)
     if not readers or link.ref_content < 0 or link.target_content < 0:
         return None
+    if pairing.comparer.layout(link.ref_content) is not None:
+        return None
     a = pairing.comparer.ref.content(link.ref_content)
     b = pairing.comparer.target.content(link.target_content)
     if a.dtype == b.dtype or a.shape != b.shape or not {a.dtype, b.dtype} <= FLOAT_FORMATS.keys():

@@ -42,7 +42,7 @@ def quantisation_noise(pairing: Pairing, link: Link, difference: Difference) -> 
     if dtype_class(ref_slot.dtype) != "f" or dtype_class(target_slot.dtype) != "f":
         return None
     comparer = pairing.comparer
-    if link.ref_content < 0 or link.target_content < 0:
+    if link.ref_content < 0 or link.target_content < 0 or comparer.layout(link.ref_content) is not None:
         return None
     if difference.method == "data":
         ref, target = comparer.array(True, link.ref_content), comparer.array(False, link.target_content)

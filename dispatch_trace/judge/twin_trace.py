@@ -25,7 +25,7 @@ from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.execute_memory import assign, geometry, has_geometry
 from dispatch_trace.execute_ops import REASON_RANDOM
 from dispatch_trace.execute_run import Execution, Values
-from dispatch_trace.judge.twin_values import SMALL, Fingerprint, fingerprint
+from dispatch_trace.judge.twin_values import SMALL, Fingerprint, fingerprint, plain
 from dispatch_trace.schema import StepInfo, StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
 
@@ -77,6 +77,7 @@ class TwinTrace:
         self._records: list[StoredRecord] = []
         self._values: list[Fingerprint | int] = []  # of a leaf its recorded content, until it is asked for
         self._leaves: dict[int, int] = {}
+        self._leaf_contents: dict[int, int] = {}
         self._known: dict[tuple[Any, int], int] = {}
         self._versions: defaultdict[int, int] = defaultdict(int)
         self._contents: dict[Place, int] = {}
@@ -186,6 +187,7 @@ class TwinTrace:
         number = self._leaves.get(content)
         if number is None:
             number = self._leaves[content] = len(self._values)
+            self._leaf_contents[number] = content
             self._values.append(content)
         return number
 
@@ -251,6 +253,13 @@ class TwinTrace:
     def array(self, number: int) -> npt.NDArray[Any] | None:
         found = self.value(number)
         return None if found is None else found.data
+
+    def whole(self, number: int) -> npt.NDArray[Any] | None:
+        """All elements, of leaves too."""
+        content = self._leaf_contents.get(number)
+        value = None if content is None else self._leaf_value(content)
+        numbers = None if value is None else plain(value)
+        return self.array(number) if numbers is None else numbers.numpy()
 
     def tensor(self, number: int) -> torch.Tensor:
         data = self.array(number)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import numpy.typing as npt
 import torch
 
 from dispatch_trace.align.canon import dtype_class
@@ -74,7 +75,7 @@ def run_twins(pairing: Pairing, noise: NoisePass, progress: Progress | None = No
 
     leaves = Leaves(pairing, noise)
     ref = TwinTrace(pairing.ref.reader, leaves.ref, partial(leaves.hash, 0))
-    ref.run(keep=leaves.kept, progress=running("running the reference in float64"))
+    ref.run(keep=leaves.kept | pairing.whole[0], progress=running("running the reference in float64"))
 
     def target_leaf(content: int) -> torch.Tensor | None:
         place = leaves.late(content)
@@ -84,7 +85,12 @@ def run_twins(pairing: Pairing, noise: NoisePass, progress: Progress | None = No
 
     target = TwinTrace(pairing.target.reader, target_leaf, partial(leaves.hash, 1))
     search = _Search(pairing, ref)
-    target.run(put=leaves.snapped, seen=search.look, progress=running("running the target in float64"))
+    target.run(
+        keep=frozenset(pairing.whole[1]),
+        put=leaves.snapped,
+        seen=search.look,
+        progress=running("running the target in float64"),
+    )
     programs = [Program(cast(RankReader, twin), steps=pairing.steps) for twin in (ref, target)]
     return Twins(
         relinked(pairing, programs[0], programs[1], _TwinComparer(ref, target)),
@@ -167,6 +173,9 @@ class _TwinComparer(Comparer):
     def __init__(self, ref: TwinTrace, target: TwinTrace) -> None:
         super().__init__(cast(RankReader, ref), cast(RankReader, target))
         self._twins = (ref, target)
+
+    def whole(self, ref_side: bool, id: int) -> npt.NDArray[Any] | None:
+        return self._twins[0 if ref_side else 1].whole(id)
 
     def _from_sketches(self, a: StoredContent, b: StoredContent) -> Difference:
         first, second = self._twins[0].value(a.id), self._twins[1].value(b.id)

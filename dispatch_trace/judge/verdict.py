@@ -16,7 +16,7 @@ from dispatch_trace.align.canon import is_factory
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.named import keeps_first_output
-from dispatch_trace.align.pairs import Pairing
+from dispatch_trace.align.pairs import Pairing, module_slots
 from dispatch_trace.judge.blame import Blame
 from dispatch_trace.judge.captured import captured_outputs
 from dispatch_trace.judge.coverage import count_coverage, make_pairs
@@ -215,19 +215,21 @@ class RoundJudge:
         return [*found, *self._sinks(everything=not (compared or pairs))]
 
     def _root_outputs(self, ref: StoredRecord, target: StoredRecord) -> list[Output]:
-        theirs = {s.name: s for s in ref.slots if s.role == "out" and s.is_tensor}
-        ours = {s.name: s for s in target.slots if s.role == "out" and s.is_tensor}
-        missing = [name for name in theirs if name not in ours]
-        if missing and keeps_first_output(self._target.reader):
+        pairs = [(a, b) for a, b in module_slots(ref, target, self._pairing) if b.role == "out"]
+        paired = {a.name for a, _ in pairs}
+        missing = [s.name for s in ref.slots if s.role == "out" and s.is_tensor and s.name not in paired]
+        if missing and pairs and all(a.name != b.name for a, b in pairs):
+            self._notices.append(
+                f"outputs go by other names in the target; none of it is {', '.join(missing[:5])}"
+            )
+        elif missing and keeps_first_output(self._target.reader):
             self._notices.append(f"outputs that the target's layout does not hold: {', '.join(missing[:5])}")
         elif missing:
             self._reasons.append(f"outputs that the target does not return: {', '.join(missing[:5])}")
         for note in (ref.note, target.note):
             if note and not note.startswith("opaque"):
                 self._reasons.append(f"the root module: {note}")
-        return [
-            self._output(ref, theirs[name], target, slot) for name, slot in ours.items() if name in theirs
-        ]
+        return [self._output(ref, a, target, b) for a, b in pairs]
 
     def _output(self, ref: StoredRecord, a: StoredSlot, target: StoredRecord, b: StoredSlot) -> Output:
         noise = self._noise

@@ -1,0 +1,276 @@
+"""Which parameter of the target is which of the reference, where names say nothing: by content.
+
+Equal contents first. What is left is looked for row by row: a parameter of the target is laid out of rows or
+columns of parameters of the reference, so one rule covers weights that are transposed, concatenated, split,
+interleaved by head, permuted or padded with zeros. How it is laid out is said (`Layout.transform`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.align.content import Comparer, Layout
+from dispatch_trace.align.graph import Program
+from dispatch_trace.metrics import coarser, round_to
+from dispatch_trace.schema import StoredRecord
+
+Array: TypeAlias = npt.NDArray[Any]
+
+# Of a parameter that is laid out anew, this share of the rows must be found; others may have been changed.
+_MIN_FOUND = 0.5
+# Rows shorter than this equal others by chance.
+_MIN_ROW = 8
+_MAX_ROWS = 1 << 20
+_ZERO = -1
+_LOST = -2
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPair:
+    """A parameter of the target, and what it is in the reference.
+
+    Attributes:
+      ref: the parameters that it is laid out of, in order.
+      target: the parameter.
+      layout: how; None where both hold the same elements in the same order.
+      method: "hash", "rounded", "layout" or "sibling".
+      confidence: in [0, 1].
+    """
+
+    ref: tuple[StoredRecord, ...]
+    target: StoredRecord
+    layout: Layout | None
+    method: str
+    confidence: float
+
+
+def pair_weights(
+    ref: Program,
+    target: Program,
+    comparer: Comparer,
+    taken: Collection[tuple[int, int]],
+) -> list[WeightPair]:
+    """Pairs the first versions of parameters by content.
+
+    Args:
+      taken: records that are paired already: (0 for the reference's or 1, seq).
+    """
+    return _Weights(ref, target, comparer, taken).found
+
+
+class _Weights:
+    def __init__(self, ref: Program, target: Program, comparer: Comparer, taken: Collection[Any]) -> None:
+        self._comparer = comparer
+        self._programs = (ref, target)
+        self._left = tuple(
+            {
+                versions[0].seq: versions[0]
+                for versions in program.params.values()
+                if versions[0].slots[0].content >= 0 and (side, versions[0].seq) not in taken
+            }
+            for side, program in enumerate(self._programs)
+        )
+        self.found: list[WeightPair] = []
+        self._by_hash()
+        self._by_rounding()
+        layouts = dict(self._by_rows())
+        self._agree(layouts)
+        self._siblings(layouts)
+
+    def _pair(
+        self,
+        ref: Sequence[StoredRecord],
+        target: StoredRecord,
+        layout: Layout | None,
+        method: str,
+        sure: float,
+    ) -> None:
+        self.found.append(WeightPair(tuple(ref), target, layout, method, sure))
+        self._left[1].pop(target.seq, None)
+        if layout is None:
+            self._left[0].pop(ref[0].seq, None)
+
+    def _by_hash(self) -> None:
+        groups: list[dict[Any, list[StoredRecord]]] = []
+        for left, program in zip(self._left, self._programs, strict=True):
+            group: dict[Any, list[StoredRecord]] = defaultdict(list)
+            for record in left.values():
+                content = program.reader.content(record.slots[0].content)
+                if content.hash:
+                    group[content.hash].append(record)
+            groups.append(group)
+        for key, ours in groups[1].items():
+            theirs = groups[0].get(key, [])
+            if len(theirs) == len(ours):  # in order: norms that nobody trained are all alike
+                for a, b in zip(theirs, ours, strict=True):
+                    self._pair([a], b, None, "hash", 1.0 if len(ours) == 1 else 0.8)
+
+    def _by_rounding(self) -> None:
+        """Of one shape and equal up to rounding to the coarser dtype."""
+        by_shape: dict[Any, list[StoredRecord]] = defaultdict(list)
+        for record in self._left[0].values():
+            if dtype_class(record.slots[0].dtype) == "f":
+                by_shape[record.slots[0].shape].append(record)
+        sketches = {
+            record.seq: self._programs[0].reader.sketch(record.slots[0].content)
+            for records in by_shape.values()
+            for record in records
+        }
+        for target in list(self._left[1].values()):
+            slot = target.slots[0]
+            mine = self._programs[1].reader.sketch(slot.content)
+            candidates = [r for r in by_shape.get(slot.shape, ()) if r.seq in self._left[0]]
+            if mine is None or not candidates or dtype_class(slot.dtype) != "f":
+                continue
+            known = [(r, sketches[r.seq]) for r in candidates]
+            usable = [(r, s) for r, s in known if s is not None]
+            if not usable:
+                continue
+            table = np.stack([s for _, s in usable]).astype(np.float64)
+            size = max(float(np.linalg.norm(mine)), 1e-300)
+            errors = np.linalg.norm(table - mine.astype(np.float64), axis=1) / size
+            at = int(errors.argmin())
+            if errors[at] <= 0.02:
+                alone = int((errors <= 0.02).sum()) == 1
+                self._pair([usable[at][0]], target, None, "rounded", 0.9 if alone else 0.6)
+
+    # Rows -------------------------------------------------------------------------------------------
+
+    def _by_rows(self) -> Iterator[tuple[int, tuple[tuple[StoredRecord, ...], Layout]]]:
+        rounding = self._rounding()
+        rows: dict[bytes, tuple[int, int, int]] = {}  # content of a row -> (seq, axis, number)
+        total = 0
+        for record in self._left[0].values():
+            for axis, lines in self._lines(0, record, rounding):
+                total += len(lines)
+                if total > _MAX_ROWS:
+                    return
+                for number, line in enumerate(lines):
+                    rows.setdefault(line.tobytes(), (record.seq, axis, number))
+        if not rows:
+            return
+        for target in list(self._left[1].values()):
+            best: tuple[int, int, list[tuple[int, int, int]]] | None = None
+            for axis, lines in self._lines(1, target, rounding):
+                places = [rows.get(line.tobytes(), _missing(line)) for line in lines]
+                hits = sum(place[2] >= 0 for place in places)
+                if hits >= max(_MIN_FOUND * len(places), 1) and (best is None or hits > best[0]):
+                    best = hits, axis, places
+            if best is not None:
+                found = self._layout(target, best[1], best[2])
+                if found is not None:
+                    yield target.seq, found
+
+    def _rounding(self) -> str:
+        """The coarsest float dtype of parameters: rows are compared in it."""
+        dtypes = {r.slots[0].dtype for left in self._left for r in left.values()}
+        floats = sorted(d for d in dtypes if dtype_class(d) == "f")
+        found = floats[0] if floats else "float32"
+        for dtype in floats[1:]:
+            found = coarser(found, dtype)
+        return found
+
+    def _lines(self, side: int, record: StoredRecord, rounding: str) -> Iterator[tuple[int, Array]]:
+        """The rows (axis 0) and columns (axis 1) of a matrix."""
+        slot = record.slots[0]
+        if len(slot.shape) != 2 or dtype_class(slot.dtype) != "f" or min(slot.shape) < _MIN_ROW:
+            return
+        array = self._comparer.array(side == 0, slot.content)
+        if array is None:
+            return
+        array = round_to(array, rounding) + 0.0  # no negative zeros
+        yield 0, np.ascontiguousarray(array)
+        yield 1, np.ascontiguousarray(array.T)
+
+    def _layout(
+        self, target: StoredRecord, axis: int, places: list[tuple[int, int, int]]
+    ) -> tuple[tuple[StoredRecord, ...], Layout] | None:
+        axes = Counter(place[1] for place in places if place[2] >= 0)
+        ref_axis = axes.most_common(1)[0][0]
+        places = [p if p[2] < 0 or p[1] == ref_axis else (0, 0, _LOST) for p in places]
+        _fill(places)
+        if any(place[2] == _LOST for place in places):
+            return None
+        order = list(dict.fromkeys(place[0] for place in places if place[2] >= 0))
+        # In the order of the reference: a set of contents says nothing about which is which.
+        order.sort()
+        parts = tuple(self._left[0][seq] for seq in order)
+        sizes = [part.slots[0].shape[ref_axis] for part in parts]
+        starts = dict(zip(order, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+        index = tuple(_ZERO if n < 0 else starts[seq] + n for seq, _, n in places)
+        return parts, Layout(
+            parts=tuple(part.slots[0].content for part in parts),
+            sizes=tuple(sizes),
+            ref_axis=ref_axis,
+            axis=axis,
+            index=index,
+        )
+
+    def _agree(self, layouts: dict[int, tuple[tuple[StoredRecord, ...], Layout]]) -> None:
+        """Where most weights of one kind are laid out alike, the odd one out is wrong."""
+        kinds: dict[Any, Counter[Any]] = defaultdict(Counter)
+
+        def kind(seq: int, layout: Layout) -> Any:
+            return self._left[1][seq].slots[0].shape, self._left[1][seq].name, layout.sizes
+
+        def shape(layout: Layout) -> Any:
+            return layout.ref_axis, layout.axis, layout.index
+
+        for seq, (_, layout) in layouts.items():
+            kinds[kind(seq, layout)][shape(layout)] += 1
+        for seq, (parts, layout) in list(layouts.items()):
+            target = self._left[1][seq]
+            common, count = kinds[kind(seq, layout)].most_common(1)[0]
+            if count > 1 and common != shape(layout):
+                ref_axis, axis, index = common
+                layout = Layout(layout.parts, layout.sizes, ref_axis, axis, index)
+                layouts[seq] = parts, layout
+            self.found.append(WeightPair(parts, target, layout, "layout", 0.9))
+        for seq, (parts, _) in layouts.items():
+            self._left[1].pop(seq)
+            for part in parts:
+                self._left[0].pop(part.seq, None)
+
+    def _siblings(self, layouts: dict[int, tuple[tuple[StoredRecord, ...], Layout]]) -> None:
+        """Biases of weights that are laid out anew are laid out alike."""
+        for pair in [p for p in self.found if p.layout is not None]:
+            assert pair.layout is not None
+            for target in [r for r in self._left[1].values() if _home(r) == _home(pair.target)]:
+                if target.slots[0].shape != (len(pair.layout.index),):
+                    continue
+                theirs = [
+                    [r for r in self._left[0].values() if _home(r) == _home(p) and len(r.slots[0].shape) == 1]
+                    for p in pair.ref
+                ]
+                parts = [r[0] for r in theirs if len(r) == 1]
+                if tuple(p.slots[0].shape[0] for p in parts) == pair.layout.sizes:
+                    contents = tuple(p.slots[0].content for p in parts)
+                    layout = Layout(contents, pair.layout.sizes, 0, 0, pair.layout.index)
+                    self._pair(parts, target, layout, "sibling", 0.8)
+
+
+def _home(record: StoredRecord) -> tuple[str, str]:
+    return record.model, record.module
+
+
+def _missing(line: Array) -> tuple[int, int, int]:
+    return (0, 0, _LOST) if np.any(line) else (0, 0, _ZERO)
+
+
+def _fill(places: list[tuple[int, int, int]]) -> None:
+    """Rows that were not found follow the row before them, or come before the row after them."""
+    for step in (1, -1):
+        walk = range(len(places)) if step == 1 else range(len(places) - 1, -1, -1)
+        for i in walk:
+            j = i - step
+            if places[i][2] == _LOST and 0 <= j < len(places) and places[j][2] >= 0:
+                seq, axis, number = places[j]
+                if number + step >= 0:
+                    places[i] = seq, axis, number + step
