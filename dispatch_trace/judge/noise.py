@@ -228,7 +228,7 @@ class NoisePass:
     def _size_ratio(self, link: Link, record: StoredRecord, out: StoredSlot) -> float:
         """How much larger the target's value is than the reference's; at least 1."""
         ref, target = link.ref_content, self.sizes.of_slot(record, out).rms
-        if ref < 0 or not target:
+        if ref < 0 or not target or self.pairing.comparer.layout(ref) is not None:
             return 1.0
         size = self.ref_sizes.of_content(ref).rms
         return max(1.0, target / size) if size else 1.0
