@@ -1,7 +1,7 @@
-"""A headless Chromium, driven over its debugging pipe: pages are opened, clicked and looked at as people do.
+"""A headless Chromium, driven over its debugging pipe: pages are opened, clicked and printed as people do.
 
-The pipe (`--remote-debugging-pipe`) speaks JSON that ends in a zero byte on descriptors 3 and 4, so no library is
-needed. See https://chromedevtools.github.io/devtools-protocol/.
+The pipe (`--remote-debugging-pipe`) speaks JSON that ends in a zero byte on descriptors 3 and 4, so it
+takes no library. See https://chromedevtools.github.io/devtools-protocol/.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ class Browser:
         os.close(theirs_in)
         os.close(theirs_out)
         flags = ["--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu"]
-        flags += ["--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        flags += [
+            "--no-sandbox",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _LAUNCH, *map(str, high), CHROMIUM, *flags, "about:blank"],
             pass_fds=high,
@@ -101,7 +106,11 @@ class Browser:
 
     def resize(self, width: int, height: int) -> None:
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
 
     def run(self, script: str) -> Any:

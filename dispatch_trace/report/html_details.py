@@ -139,9 +139,7 @@ def _error_map(delta: Array) -> dict[str, Any]:
     top = float(blocks[0].max())
     with np.errstate(divide="ignore"):
         level = np.log10(blocks[0] / top) if top else np.full(blocks[0].shape, -np.inf)
-    scaled = np.clip(
-        np.ceil((np.maximum(level, -MAP_DECADES) / MAP_DECADES + 1) * MAP_LEVELS), 1, MAP_LEVELS
-    )
+    scaled = np.clip(np.ceil((np.maximum(level, -MAP_DECADES) / MAP_DECADES + 1) * MAP_LEVELS), 1, MAP_LEVELS)
     letters = np.array([chr(ord("a") + i) for i in range(MAP_LEVELS)])[scaled.astype(int) - 1]
     letters = np.where(blocks[0] == 0, ".", letters)
     letters = np.where(blocks[1] > 0, "!", letters)
