@@ -134,7 +134,12 @@ class Row:
 
 
 def draw_cases(
-    num: int, seed: int, group: Group, kinds: Collection[str] = (), archs: Collection[str] = ()
+    num: int,
+    seed: int,
+    group: Group,
+    kinds: Collection[str] = (),
+    archs: Collection[str] = (),
+    precision: Precision = "fp32",
 ) -> list[str]:
     """Names of `num` mutants of one group: kinds in a shuffled order, the architectures in turn.
 
@@ -142,11 +147,13 @@ def draw_cases(
       group: which kinds: those with changed weights, those with another program (or a coarse kernel), or
         faulty kernels.
       kinds, archs: only these; none: all.
+      precision: of the models; leaves out what is no bug in it.
     """
     offers = {
         kind: [arch for arch in known.archs if not archs or arch in archs]
         for kind, known in sorted(MUTANTS.items())
         if _GROUPS[known.changes] == group and (not kinds or kind in kinds)
+        if precision == "fp32" or not known.fp32_only
     }
     order = [kind for kind, offered in offers.items() if offered]
     chance = random.Random(f"{seed}/{group}")
@@ -465,12 +472,13 @@ def _wanted(options: argparse.Namespace, seed: int) -> list[str]:
         raise ValueError(f"no such kind or architecture: {', '.join(unknown)}; see --list --all")
     if options.all:
         return every_case(**only)
+    draw = functools.partial(draw_cases, **only, precision=options.precision)
     if options.kernels:
-        return draw_cases(options.num, seed, "fault", **only)
+        return draw(options.num, seed, "fault")
     num_weights = options.num // 2
     return [
-        *draw_cases(options.num - num_weights, seed, "program", **only),
-        *draw_cases(num_weights, seed, "weights", **only),
+        *draw(options.num - num_weights, seed, "program"),
+        *draw(num_weights, seed, "weights"),
         *clean_cases(options.num_clean, **only),
     ]
 

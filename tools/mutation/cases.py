@@ -113,12 +113,16 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """A registered kind of bug; `plant` changes the subject and returns the truth."""
+    """A registered kind of bug; `plant` changes the subject and returns the truth.
+
+    `fp32_only`: it is a rounding to bfloat16, which is no bug where all is rounded to it.
+    """
 
     kind: str
     archs: tuple[str, ...]
     changes: Changes
     attention: str | None
+    fp32_only: bool
     plant: Callable[[Subject], Truth]
 
 
@@ -155,6 +159,7 @@ def mutant(
     archs: Sequence[str] = (),
     changes: Changes = "program",
     attention: str | None = None,
+    fp32_only: bool = False,
 ) -> Callable[[Callable[[Subject], Truth]], Callable[[Subject], Truth]]:
     """Registers a kind of bug under the function's name.
 
@@ -164,6 +169,7 @@ def mutant(
       changes: "weights" where a parameter differs, "program" or "kernel"; "fault" for a kernel whose results
         are off by so little that they need not show at the outputs.
       attention: the attention implementation it needs; None: either, by chance.
+      fp32_only: it is a rounding to bfloat16, which is no bug where all is rounded to it.
     """
 
     def register(plant: Callable[[Subject], Truth]) -> Callable[[Subject], Truth]:
@@ -173,6 +179,7 @@ def mutant(
             archs=tuple(archs) or with_traits(needs, lacks),
             changes=changes,
             attention=attention,
+            fp32_only=fp32_only,
             plant=plant,
         )
         return plant

@@ -70,7 +70,7 @@ def kernel_element(subject: Subject) -> Truth:
     return _faulty(subject, "one element off by 8 rms", corrupt)
 
 
-@mutant(changes="kernel")
+@mutant(changes="kernel", fp32_only=True)
 def kernel_bfloat16(subject: Subject) -> Truth:
     """A float32 matmul runs on bfloat16 operands. Ref: ml-explore/mlx#3860, pytorch/pytorch#67384"""
     return _faulty(subject, "operands rounded to bfloat16", None, only=MATMULS)

@@ -457,7 +457,7 @@ def embedding_scale(subject: Subject) -> Truth:
     return Truth(module=path, ops=aten("mul"), what="times sqrt(hidden)")
 
 
-@mutant()
+@mutant(fp32_only=True)
 def input_bfloat16(subject: Subject) -> Truth:
     """A projection's input goes through bfloat16. Ref: ml-explore/mlx#3860 (family)"""
     path, linear = subject.choose(is_linear)
