@@ -14,7 +14,7 @@ function openPair(index) {
   host.append(el("div", { class: "big" }, big("error", figure(row.error)), big("noise band", figure(row.band)), row.error > 0 && row.band > 0 ? big(row.over ? "the band" : "of the band", row.over ? `${figure(Number((row.error / row.band).toPrecision(2)))}×` : `${Math.max(1, Math.round(100 * row.error / row.band))} %`) : null));
   if (finding) host.append(section(finding.hint ? `Looks like: ${finding.hint}` : "Evidence", null, table(finding.evidence.map(([name, value]) => [name, value]))));
   host.append(section("Site", null, table([["", "reference", "target"],
-    ["record", row.ref ?? "–", row.target ?? "–"], ["step", row.step, row.step], ["dtype", ...c.dtypes[index].map((t) => TEXT(t) || "–")], ["shape", ...c.shapes[index].map((t) => TEXT(t) || "–")],
+    ["record", row.ref ?? (deep ? `(${deep.ref_seq})` : "–"), row.target ?? "–"], ["step", row.step, row.step], ["dtype", ...c.dtypes[index].map((t) => TEXT(t) || "–")], ["shape", ...c.shapes[index].map((t) => TEXT(t) || "–")],
     ["source", ...c.sources[index].map((t) => TEXT(t) || "–")], ...(TEXT(c.ref_module[index]) !== row.module ? [["module", TEXT(c.ref_module[index]), row.module]] : [])], { head: true, compare: ["dtype", "shape"] })));
   if (c.notes[index].length) host.append(section("Notes", null, el("p", { class: "muted" }, c.notes[index].map(TEXT).join("; "))));
   host.append(argumentsOf(c.args[index], row), statistics(c.stats[index]));
@@ -108,7 +108,7 @@ function errorMap(deep) {
   context.fillStyle = style.getPropertyValue("--panel"); context.fillRect(0, 0, canvas.width, canvas.height);
   cells.forEach((line, y) => [...line].forEach((letter, x) => {
     if (letter === ".") return;
-    context.globalAlpha = letter === "!" ? 1 : (letter.charCodeAt(0) - 96) / DATA.levels;
+    context.globalAlpha = letter === "!" ? 1 : ((letter.charCodeAt(0) - 96) / DATA.levels) ** 2;
     context.fillStyle = style.getPropertyValue(letter === "!" ? "--target" : "--over"); context.fillRect(x, y, 1, 1);
   }));
   const where = el("p", { class: "map-scale" }, el("span", {}, `faint: 1e-4 of the largest`), el("span", {}, `full: |Δ| = ${figure(deep.largest)}`));
