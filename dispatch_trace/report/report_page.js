@@ -20,7 +20,8 @@ const share = (value) => value > 0 ? Math.min(1, Math.max(0, (Math.log10(value) 
 
 const state = { tree: null, lines: [], folded: new Set(), active: 0, opened: -1, filter: { show: "", module: "", op: "", dtype: "", search: "", quiet: false } };
 const key = (group) => group.first + ":" + group.depth;
-const rowHeight = () => parseInt(getComputedStyle(document.documentElement).getPropertyValue("--row"), 10) || 28;
+let lineHeight = 28;  // read once for each refresh: asking for a computed style costs a layout
+const rowHeight = () => lineHeight;
 let drawn = new Map();
 
 function groupsOf(node, found = []) {
@@ -59,6 +60,7 @@ function foldAround(at) {
 }
 
 function refresh(anchor) {
+  lineHeight = parseInt(getComputedStyle(document.documentElement).getPropertyValue("--row"), 10) || 28;
   state.lines = linesOf(state.tree, state.folded);
   state.active = Math.max(0, anchor ? state.lines.findIndex((line) => line === anchor || (line.group && anchor.group && key(line) === key(anchor))) : 0);
   $("list").style.height = `${state.lines.length * rowHeight()}px`;
