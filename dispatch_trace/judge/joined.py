@@ -103,7 +103,12 @@ def _with_twins(
     states.run()
     second = RoundJudge(states.pairing, states, golden)
     judgement = second.judgement()
-    return _Joined(pairing, both, first, found, second, judgement).result()
+    result = _Joined(pairing, both, first, found, second, judgement).result()
+    taken = both.target.execution.taken
+    if taken:
+        ops = ", ".join(sorted({f"{op} ({why})" for op, why in taken}))
+        result = _noticed(result, f"not run again in float64, recorded results stand in: {ops}")
+    return result
 
 
 def _with_replay(

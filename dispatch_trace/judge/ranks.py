@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dispatch_trace.judge.findings import Judgement
 from dispatch_trace.store.reader import RankReader
@@ -63,6 +64,21 @@ def combined(judgements: Sequence[Judgement]) -> Judgement:
     )
 
 
+def _other_model(ref: dict[str, Any], target: dict[str, Any]) -> list[str]:
+    """Said where the models share neither class nor module paths: a port, or the wrong pair of traces."""
+    classes, paths = [], []
+    for header in (ref, target):
+        rows = header.get("modules") or []
+        classes.append(sorted({str(row.get("class")) for row in rows if row.get("path") == ""}))
+        paths.append({row.get("path") for row in rows} - {""})
+    if not all(classes) or classes[0] == classes[1] or paths[0] & paths[1]:
+        return []
+    names = [", ".join(c) for c in classes]
+    return [
+        f"other models: {names[0]} in the reference, {names[1]} in the target, and no module path in common"
+    ]
+
+
 def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> list[str]:
     """What a reader should know of the two recordings, whatever the comparison says."""
     found = []
@@ -71,6 +87,7 @@ def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> 
         found.append("a trace is compared with itself")
     elif ours.get("start_time") is not None and ours["start_time"] == theirs.get("start_time"):
         found.append("both traces are the same recording")
+    found += _other_model(ours, theirs)
     for name in ("torch_version", "num_threads", "cpu_capability", "device", "grad_enabled"):
         if name in ours and name in theirs and ours[name] != theirs[name]:
             what = name.replace("_", " ")

@@ -18,7 +18,7 @@ from dispatch_trace.store.reader import RankReader
 _SETTINGS = (
     "options",
     "modules",
-    "model_class",
+    "models",
     "torch_version",
     "num_threads",
     "cpu_capability",

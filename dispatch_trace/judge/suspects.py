@@ -10,6 +10,7 @@ from dispatch_trace.align.flow import has_inputs
 from dispatch_trace.align.graph import Value
 from dispatch_trace.judge.blame import Blame
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding
+from dispatch_trace.judge.margins import decision_margin
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.judge.operands import changed_arguments
 from dispatch_trace.judge.parameters import changed_parameters
@@ -42,13 +43,11 @@ class Suspects:
                     casts.add(seq)
                     found.append((seq, self._cast_suspect(seq, state.rho or 0.0)))
                 elif kind == "flip" and seq == value[0]:
-                    finding = self._blame.sites.finding(
-                        self._target.records[seq],
-                        self._target.records[seq].op,
-                        "flip",
-                        self._blame.sites.evidence(state),
-                        state,
-                    )
+                    record = self._target.records[seq]
+                    evidence = self._blame.sites.evidence(state)
+                    if state.link is not None:
+                        evidence["margin"] = decision_margin(self._noise, record, state.link)
+                    finding = self._blame.sites.finding(record, record.op, "flip", evidence, state)
                     found.append((seq, finding))
             if not state.wrong or state.tainted or value in self._reached:
                 continue
