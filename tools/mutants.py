@@ -45,7 +45,7 @@ import mutation.models
 import mutation.program
 import mutation.rounding
 import mutation.weights  # noqa: F401
-from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Precision, Truth, build, parse_name
+from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Precision, Truth, Which, build, parse_name
 from mutation.naive import RULES, first_differing
 
 import dispatch_trace as dt
@@ -214,13 +214,10 @@ def record_pair(built: Built, directory: Path, save: str) -> tuple[Path, Path]:
     """Records both models of a case; returns the paths of the two traces."""
     subject = built.subject
     paths = directory / f"ref-{save}.trace", directory / f"target-{save}.trace"
-    runs = (
-        ("reference", subject.reference, subject.inputs),
-        ("target", subject.target, subject.target_inputs),
-    )
-    for path, (which, model, inputs) in zip(paths, runs, strict=True):
-        with subject.surrounded(which), dt.record(path, model, save=save, overwrite=True):
-            model(**inputs)
+    runs: tuple[tuple[Which, Any], ...] = (("reference", subject.reference), ("target", subject.target))
+    for path, (which, model) in zip(paths, runs, strict=True):
+        with subject.surrounded(which), dt.record(path, model, save=save, overwrite=True) as rec:
+            subject.call(which, rec.step)
     return paths
 
 

@@ -23,6 +23,8 @@ T = TypeVar("T")
 Changes = Literal["program", "kernel", "weights", "fault"]
 Precision = Literal["fp32", "bf16", "mixed"]
 Inputs = dict[str, Any]
+Which = Literal["reference", "target"]
+Step = Callable[..., AbstractContextManager[Any]]
 
 # A planted bug counts when it moves the output by this much more than float32 rounding does.
 _MIN_EFFECT_OVER_NOISE = 30.0
@@ -67,6 +69,21 @@ class Truth:
     accept_modules: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A run of several calls, as an engine makes them.
+
+    Attributes:
+      calls: (what `rec.step` is told, keyword arguments), in order.
+      cached: each call continues the one before it, by its cache.
+      join: along which dim the outputs of the calls are one.
+    """
+
+    calls: tuple[tuple[dict[str, Any], Inputs], ...]
+    cached: bool
+    join: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Subject:
     """A pair under construction: a mutant changes `target` (or what surrounds its run), nothing else.
@@ -78,6 +95,7 @@ class Subject:
       inputs, target_inputs: keyword arguments of the two calls.
       draw: the case's random choices.
       around_reference, around_target: context managers to be entered around each run.
+      reference_steps, target_steps: the calls of each run; None: one call with the inputs.
     """
 
     arch: str
@@ -89,6 +107,8 @@ class Subject:
     draw: Draw
     around_reference: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     around_target: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    reference_steps: Steps | None = None
+    target_steps: Steps | None = None
 
     def paths(self, wanted: Callable[[str, torch.nn.Module], bool]) -> list[str]:
         """Paths of the target's modules that satisfy `wanted(path, module)`, in order of definition."""
@@ -100,12 +120,23 @@ class Subject:
         return path, self.target.get_submodule(path)
 
     def run_reference(self) -> list[torch.Tensor]:
-        return _run(self.reference, self.inputs, self.around_reference)
+        return _run(self.reference, self.inputs, self.around_reference, self.reference_steps)
 
     def run_target(self) -> list[torch.Tensor]:
-        return _run(self.target, self.target_inputs, self.around_target)
+        return _run(self.target, self.target_inputs, self.around_target, self.target_steps)
 
-    def surrounded(self, which: Literal["reference", "target"]) -> contextlib.ExitStack:
+    def call(self, which: Which, step: Step | None = None) -> None:
+        """Runs that model, whatever hooks and modes are in place; to be called within `surrounded(which)`.
+
+        Args:
+          step: entered around each call with what is known of it, where there are several.
+        """
+        if which == "reference":
+            _call(self.reference, self.inputs, self.reference_steps, step)
+        else:
+            _call(self.target, self.target_inputs, self.target_steps, step)
+
+    def surrounded(self, which: Which) -> contextlib.ExitStack:
         """A context in which that model is to be run: no_grad, a fixed random state, what the case adds."""
         around = self.around_reference if which == "reference" else self.around_target
         return _surrounded(around)
@@ -390,15 +421,33 @@ def _surrounded(around: Sequence[Callable[[], AbstractContextManager[Any]]]) -> 
 
 
 def _run(
-    model: torch.nn.Module, inputs: Inputs, around: Sequence[Callable[[], AbstractContextManager[Any]]]
+    model: torch.nn.Module,
+    inputs: Inputs,
+    around: Sequence[Callable[[], AbstractContextManager[Any]]],
+    steps: Steps | None = None,
 ) -> list[torch.Tensor]:
     with _surrounded(around):
-        result = model(**inputs)
-    return [
-        value.detach().double().clone()
-        for value in result.values()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
+        results = _call(model, inputs, steps)
+    values = [[v.detach().double().clone() for v in result.values() if _is_float(v)] for result in results]
+    if steps is None:
+        return values[0]
+    return [torch.cat(parts, dim=steps.join) for parts in zip(*values, strict=True)]
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _call(model: torch.nn.Module, inputs: Inputs, steps: Steps | None, step: Step | None = None) -> list[Any]:
+    if steps is None:
+        return [model(**inputs)]
+    results: list[Any] = []
+    for meta, given in steps.calls:
+        if steps.cached and results:
+            given = {**given, "past_key_values": results[-1].past_key_values}
+        with contextlib.nullcontext() if step is None else step(**meta):
+            results.append(model(**given))
+    return results
 
 
 def _worst_distance(values: list[torch.Tensor], reference: list[torch.Tensor]) -> float:

@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_model
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
-from .cases import Subject, clean, convert_reference, convert_target
+from .cases import Inputs, Steps, Subject, clean, convert_reference, convert_target
 from .models import eps_name, is_attention, is_linear, is_norm, matrix_of, set_matrix
 
 FLOAT32_NOISE = 1e-5
@@ -119,6 +119,51 @@ def weights_int8(subject: Subject) -> float:
         scale = matrix.abs().amax(dim=1, keepdim=True) / 127
         set_matrix(linear, (matrix / scale).round() * scale)
     return INT8_NOISE
+
+
+@clean(needs="causal", lacks="window")
+def cached_decode(subject: Subject) -> float:
+    """Half of the tokens at once and then one after the other, with a cache, against all at once."""
+    ids = subject.inputs["input_ids"][:1]
+    _set_inputs(subject, {"input_ids": ids})
+    half, length = ids.shape[1] // 2, ids.shape[1]
+    pieces = [(0, half), *((place, place + 1) for place in range(half, length))]
+    subject.reference_steps = Steps(calls=(_request(ids, 0, length),), cached=False, join=1)
+    subject.target_steps = Steps(
+        calls=tuple(_request(ids, first, end) for first, end in pieces), cached=True, join=1
+    )
+    return FLOAT32_NOISE
+
+
+@clean(needs="causal")
+def batched(subject: Subject) -> float:
+    """Both requests in one batch against one after the other."""
+    ids = subject.inputs["input_ids"]
+    _set_inputs(subject, {"input_ids": ids})
+    single = tuple(_request(ids[row : row + 1], 0, ids.shape[1], f"r{row}") for row in range(len(ids)))
+    meta = {
+        "phase": "prefill",
+        "req_ids": [f"r{row}" for row in range(len(ids))],
+        "positions": [list(range(ids.shape[1]))] * len(ids),
+    }
+    together = (meta, {"input_ids": ids, "use_cache": False})
+    subject.reference_steps = Steps(calls=single, cached=False, join=0)
+    subject.target_steps = Steps(calls=(together,), cached=False, join=0)
+    return FLOAT32_NOISE
+
+
+def _set_inputs(subject: Subject, inputs: Inputs) -> None:
+    subject.inputs, subject.target_inputs = inputs, dict(inputs)
+
+
+def _request(ids: torch.Tensor, first: int, end: int, name: str = "r0") -> tuple[dict[str, Any], Inputs]:
+    """The step that computes some tokens of a request."""
+    meta = {
+        "phase": "prefill" if first == 0 else "decode",
+        "req_ids": [name],
+        "positions": [list(range(first, end))],
+    }
+    return meta, {"input_ids": ids[:, first:end], "use_cache": True}
 
 
 @contextlib.contextmanager

@@ -55,7 +55,6 @@ def first_differing(subject: Subject) -> dict[str, str | None]:
 
 def _module_outputs(subject: Subject, which: Any) -> Outputs:
     model = subject.reference if which == "reference" else subject.target
-    inputs = subject.inputs if which == "reference" else subject.target_inputs
     outputs: Outputs = {}
     calls: Counter[str] = Counter()
 
@@ -71,7 +70,7 @@ def _module_outputs(subject: Subject, which: Any) -> Outputs:
     handles = [module.register_forward_hook(keep(path)) for path, module in model.named_modules()]
     try:
         with subject.surrounded(which):
-            model(**inputs)
+            subject.call(which)
     finally:
         for handle in handles:
             handle.remove()
