@@ -308,13 +308,14 @@ def _bodies(
 
 
 def _link_params(pairing: Pairing) -> None:
+    by_content = {pair.target.seq for pair in pairing.weights}
     for (model, path, name), versions in pairing.ref.params.items():
         if model not in pairing.models:
             continue
         key = (pairing.models[model], pairing.renames.apply(path), name)
         for ref, target in zip(versions, pairing.target.params.get(key, ()), strict=False):
             a, b = ref.slots[0], target.slots[0]
-            if same_class(a.dtype, b.dtype):
+            if same_class(a.dtype, b.dtype) and target.seq not in by_content:
                 slots = (ref.seq, 0, target.seq, 0)
                 pairing.add(Link((ref.seq, 0), (target.seq, 0), a.content, b.content, "param", slots))
 

@@ -37,6 +37,7 @@ class _Rows:
         self._pairing = pairing
         self._noise = noise
         self._labels: dict[int, str] = {}
+        self._weights = {pair.target.seq: pair for pair in pairing.weights}
         for finding in findings:
             self._labels.setdefault(finding.seq, finding.label)
         self._ref_absorbed: dict[Value, bool] = {}
@@ -83,6 +84,11 @@ class _Rows:
             )
         else:
             row = Pair(ref=ref, target=target, outcome="matched", method="path", confidence=1.0)
+            weight = self._weights.get(target.seq)
+            if weight is not None:
+                row.method, row.confidence = f"content ({weight.method})", weight.confidence
+            elif self._pairing.renames.found.get(ref.module, ref.module) != ref.module:
+                row.method, row.confidence = "structure", 0.8
         row.label = label
         self._measure(row, ref, target)
         if row.error is None and target.kind == "op" and self._pairing.target.is_edge(target):
@@ -119,6 +125,9 @@ class _Rows:
             difference = self._pairing.comparer.compare(
                 self._pairing.ref.held_content(ref, twin), self._pairing.target.held_content(target, slot)
             )
+            if target.seq in self._weights:
+                laid_out = self._pairing.links.get((target.seq, slot.index), ())
+                difference = next(map(self._pairing.compare, laid_out), difference)
             if not difference.known:
                 if not unread:
                     row.notes.append(f"{slot.name}: {difference.why}")

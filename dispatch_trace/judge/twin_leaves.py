@@ -130,6 +130,10 @@ class Leaves:
         if (link.ref_content, link.target_content) != (a.content, b.content):
             return  # seen through views: not element by element
         if theirs and ours:
+            if any(pairing.comparer.layout(k.ref_content) for k in pairing.links[link.target]):
+                return  # laid out otherwise: rounded like the others, not element by element
+            if [s for s in a.shape if s != 1] != [s for s in b.shape if s != 1]:
+                return
             self._pair(link, a.content, b.content, a.dtype, b.dtype)
         elif self._is_close(link):
             if ours and pairing.ref.records[link.ref[0]].kind == "op":
