@@ -88,6 +88,7 @@ def _fail(message: str) -> int:
 def _align(options: argparse.Namespace) -> int:
     renames, steps = _renames(options.rename), _steps(options.step)
     _check_writable(options.json, "--json")
+    _check_writable(options.rename_template, "--rename-template")
     _check_writable(options.html, "--html")
     from dispatch_trace import session
     from dispatch_trace.report import text
@@ -107,6 +108,10 @@ def _align(options: argparse.Namespace) -> int:
             progress=progress,
         )
     written = "" if options.repro is None else _repro(alignment, options.repro)
+    if options.rename_template is not None:
+        from dispatch_trace.align.rename_file import template
+
+        Path(options.rename_template).write_text(template(alignment.pairs), encoding="utf-8")
     if options.json is not None:
         alignment.to_json(options.json)
     if options.html is not None:
@@ -215,10 +220,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     align.add_argument(
         "--rename",
-        metavar="OLD=NEW",
+        metavar="OLD=NEW|FILE.yaml",
         action="append",
         default=[],
-        help="the reference's module OLD is the target's NEW (repeatable)",
+        help="the reference's module OLD is the target's NEW, or a file of such rules (repeatable)",
+    )
+    align.add_argument(
+        "--rename-template", metavar="FILE", help="write a file of rules to fill in, for what has no partner"
     )
     align.add_argument(
         "--step", metavar="N", action="append", default=[], help="only step N, or steps N-M (repeatable)"
@@ -323,13 +331,19 @@ def _renames(rules: Sequence[str]) -> dict[str, str] | None:
     renames: dict[str, str] = {}
     for rule in rules:
         old, equals, new = rule.partition("=")
-        if not equals:
+        found = {old: new}
+        if not equals and rule.endswith((".yaml", ".yml")):
+            from dispatch_trace.align.rename_file import read_rules
+
+            found = read_rules(rule)
+        elif not equals:
             raise ConfigError(
                 f"--rename {rule!r} has no '='. Write OLD=NEW: the reference's path, then the target's."
             )
-        if renames.get(old, new) != new:
-            raise ConfigError(f"--rename gives {old!r} two names: {renames[old]!r} and {new!r}.")
-        renames[old] = new
+        for old, new in found.items():
+            if renames.get(old, new) != new:
+                raise ConfigError(f"--rename gives {old!r} two names: {renames[old]!r} and {new!r}.")
+            renames[old] = new
     return renames or None
 
 

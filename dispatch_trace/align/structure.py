@@ -181,9 +181,3 @@ def _turned(a: StoredRecord, b: StoredRecord) -> Layout | None:
     if before == after or len(before) != 2:
         return None
     return Layout((a.slots[0].content,), (before[1],), 1, 0, tuple(range(before[1])))
-
-
-def lone_paths(paths: Collection[str], paired: Collection[str]) -> list[str]:
-    """Paths without partner, outermost only."""
-    lone = [path for path in sorted(paths) if path not in paired]
-    return [path for path in lone if not any(path.startswith(f"{other}.") for other in lone if other)]
