@@ -219,6 +219,9 @@ class NoisePass:
             if self._flipped(record, out, budget):
                 state.explained, state.flags = True, state.flags | {("flip", record.seq)}
                 state.clean = state.noise
+            elif not budget.tainted and any(kind == "flip" for kind, _ in budget.flags):
+                # Behind a flipped decision whole rows are others, by as much as they please.
+                state.explained, state.clean = True, state.noise
         return state
 
     def doubts(self, flags: frozenset[tuple[str, int]]) -> bool:
