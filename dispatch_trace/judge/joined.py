@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dispatch_trace.align.canon import short
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.errors import DispatchTraceError, NotExecutableError
@@ -43,6 +44,18 @@ _NUMERICAL = frozenset({"introduced", "nonfinite", "uninitialised", "nondetermin
 # (BLAME.md section 2, a module body).
 _TOO_FAR = 8.0
 _MAX_HEALED = 20
+# Ops whose result has as many elements as the values of their operands say.
+_SIZED_BY_VALUES = frozenset(
+    [
+        "nonzero",
+        "masked_select",
+        "unique",
+        "_unique2",
+        "unique_consecutive",
+        "unique_dim",
+        "repeat_interleave",
+    ]
+)
 
 
 def judge(
@@ -178,12 +191,29 @@ class _Joined:
     def result(self) -> Judgement:
         outputs = self._second.outputs
         fatal = [f for f in self._programs.findings if f.fatal]
+        resized = self._resized_by_flip()
+        if fatal and resized and any(f.seq >= resized for f in fatal):
+            why = "a decision fell the other way, and sizes depend on it"
+            return _noticed(self._estimates, f"judged by estimates alone: {why}")
         if fatal:
             return self._other_program(fatal)
         doubts = self._second.noise.doubts
         if outputs and all(o.explained and not doubts(o.flags) for o in outputs):
             return self._same_program()
         return _noticed(self._estimates, f"judged by estimates alone: {self._why_open(outputs)}")
+
+    def _resized_by_flip(self) -> int:
+        """The first op of the target whose result's size depends on a decision that flipped; 0: none does."""
+        target = self._pairing.target
+        return min(
+            (
+                seq
+                for (seq, _), state in self._first.noise.states.items()
+                if any(kind == "flip" for kind, _ in state.flags)
+                and short(target.records[seq].op) in _SIZED_BY_VALUES
+            ),
+            default=0,
+        )
 
     # The target is another program --------------------------------------------------------------------
 
