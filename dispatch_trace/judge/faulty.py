@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispatch_trace.align.graph import Program
 from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.judge.sites import Sites
 from dispatch_trace.judge.verdict import Output, RoundJudge
 
@@ -24,7 +25,8 @@ _OUTDONE = frozenset({"introduced", "structure", "wiring", "argument", "nonfinit
 def with_faults(round_judge: RoundJudge, judgement: Judgement, faults: Iterable[Fault]) -> Judgement:
     """The judgement with a finding for each fault.
 
-    A fault is fatal where its result leads to a final output that is not the reference's bit for bit. What
+    A fault is fatal where its result leads to a final output that is not the reference's bit for bit, unless
+    runs of the reference are as far from each other there. What
     the estimates hold against ops behind the first fatal one becomes a suspect.
 
     Args:
@@ -40,8 +42,11 @@ def with_faults(round_judge: RoundJudge, judgement: Judgement, faults: Iterable[
     sites, found = Sites(noise), []
     for fault in known:
         label = "nonfinite" if fault.how == "nonfinite" else "introduced"
-        fatal = fault.record.seq in reaching
         evidence = {"judge": "local replay", "slot": fault.slot.name, **fault.evidence}
+        floor = _floor(noise, fault)
+        if floor:
+            evidence["floor"] = floor
+        fatal = fault.record.seq in reaching and not evidence.get("local_error", math.inf) <= floor
         if not fatal:
             evidence["kind"], label = label, "suspect"
         finding = sites.finding(fault.record, fault.record.op, label, evidence, None, hint=_hint(fault))
@@ -56,6 +61,12 @@ def with_faults(round_judge: RoundJudge, judgement: Judgement, faults: Iterable[
     findings = [*found, *rest]
     fatal_ones = sorted((f for f in findings if f.fatal), key=lambda f: (f.step, f.seq))
     return replace(judgement, findings=[*fatal_ones, *(f for f in findings if not f.fatal)])
+
+
+def _floor(noise: NoisePass, fault: Fault) -> float:
+    """How far runs of the reference are from each other at this value; 0 where nobody measured it."""
+    links = noise.pairing.links.get((fault.record.seq, fault.slot.index), ())
+    return max((noise.pairing.floors.get(link.ref, 0.0) for link in links), default=0.0)
 
 
 def _leading_to(target: Program, outputs: Iterable[Output]) -> set[int]:

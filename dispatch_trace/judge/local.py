@@ -13,16 +13,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from dispatch_trace import execute
-from dispatch_trace.align.canon import dtype_class, family
+from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import SKETCH_FLOOR
+from dispatch_trace.align.graph import Program
 from dispatch_trace.errors import DispatchTraceError, NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
-from dispatch_trace.judge.estimates import gains_of, own_noise, roundoff
+from dispatch_trace.judge.estimates import ACCUMULATOR, gains_of, own_noise, roundoff
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.sketch import fold, relative_distance
@@ -33,16 +34,20 @@ NATIVE = 3.0
 # Standard deviations of a scale or an offset that rounding makes: 0.42 tau / sqrt(n_eff) each.
 DEVIATIONS = 8.0
 ROUNDED = 0.42
+# What two sound kernels of a function compute with differs by 0.25 units on average (GELU, float32).
+BIAS = 1.0
 WORST = 8.0
 # Elements as large as masks are compared by themselves.
 MASK = 1e30
-# How many results of a kind must come back bit for bit, and how few may not, before one that does not is
-# alone.
+# A result that does not come back is alone among those of one op on inputs of one form, if so many of them
+# come back and only so large a share does not.
 MIN_ALIKE = 3
-MIN_ANY = 20
 MAX_SHARE = 0.25
-# Their kernel depends on flags and libraries that a recording does not hold.
-_MANY_KERNELS = frozenset(["linear", "conv", "attention"])
+# Where there are fewer: so many records of the program come back, so few do not, and the error is so much
+# more than that of this machine's kernel (another sound kernel makes the same: 1.01 for two of GELU).
+MIN_ANY = 20
+MAX_ANY = 0.05
+MARGIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,12 @@ class Fault:
     evidence: dict[str, Any]
 
 
+Form: TypeAlias = tuple[Any, ...]
+
+
 @dataclass(slots=True)
 class _Tested:
-    """A result that did not come back bit for bit."""
+    """A result that did not come back bit for bit; `repeatable`: this machine gives one result each time."""
 
     record: StoredRecord
     slot: StoredSlot
@@ -121,29 +129,38 @@ def find_faults(noise: NoisePass, progress: Callable[[int, int], None] | None = 
         found.why = str(error)
         return found
     found.compared, found.equal = execution.compared, execution.equal
-    found.faults = list(_faults(tested, execution))
+    found.faults = list(_faults(tested, noise.pairing.target, execution))
     return found
 
 
-def _faults(tested: list[_Tested], execution: Execution) -> Iterator[Fault]:
-    kinds = Counter(t.record.overload for t in tested)
+def _faults(tested: list[_Tested], target: Program, execution: Execution) -> Iterator[Fault]:
+    odd = Counter(_form(t.record) for t in tested)
+    forms = (
+        Counter(_form(r) for r in target.records.values() if r.kind == "op") if tested else Counter[Form]()
+    )
     for one in tested:
-        how = one.how
-        if not how and one.repeatable and _is_alone(one.record, kinds, execution):
+        form, how = _form(one.record), one.how
+        evidence = {**one.evidence, "of_its_kind": forms[form]}
+        if not how and one.repeatable and _is_alone(evidence, odd[form], odd.total(), execution):
             how = "bits"
         if how:
-            evidence = {**one.evidence, "test": how, "of_its_kind": execution.executed[one.record.overload]}
-            yield Fault(one.record, one.slot, how, evidence)
+            yield Fault(one.record, one.slot, how, {**evidence, "test": how})
 
 
-def _is_alone(record: StoredRecord, kinds: Counter[str], execution: Execution) -> bool:
-    """Whether nearly all other results of its kind, else of the program, come back bit for bit."""
-    alike, other = execution.executed[record.overload], kinds[record.overload]
-    if alike - other >= MIN_ALIKE:
-        return other <= MAX_SHARE * alike
-    if family(record.op) in _MANY_KERNELS:
+def _form(record: StoredRecord) -> Form:
+    """What decides which kernel runs: the op, and shapes, strides and dtypes of what it reads."""
+    inputs = [(s.name, s.shape, s.strides, s.dtype) for s in record.slots if s.role == "in" and s.is_tensor]
+    return (record.overload, *inputs)
+
+
+def _is_alone(evidence: dict[str, Any], odd: int, all_odd: int, execution: Execution) -> bool:
+    """Whether nearly all others of its form, else of the program, come back bit for bit."""
+    alike = evidence["of_its_kind"]
+    if alike - odd >= MIN_ALIKE:
+        return bool(odd <= MAX_SHARE * alike)
+    if execution.equal < MIN_ANY or all_odd > MAX_ANY * execution.compared:
         return False
-    return execution.equal >= MIN_ANY and kinds.total() <= 0.05 * execution.compared
+    return bool(evidence.get("local_error", 0.0) > MARGIN * evidence.get("native_error", math.inf))
 
 
 def _test(
@@ -216,12 +233,12 @@ def _measure(
     ours, theirs = _errors(t, g, unit, tau), _errors(f, g, unit, tau)
     evidence |= {"local_error": ours.whole, "native_error": theirs.whole}
     deviation = DEVIATIONS * ROUNDED * tau
-    limit = max(deviation / math.sqrt(ours.num_eff), NATIVE * abs(theirs.scale))
+    bias = BIAS * min(unit, ACCUMULATOR)
     if ours.whole > max(WHOLE * tau, NATIVE * theirs.whole):
         return "error", evidence
-    if abs(ours.scale) > limit:
+    if abs(ours.scale) > max(deviation / math.sqrt(ours.num_eff), NATIVE * abs(theirs.scale), bias):
         return "scale", evidence | {"scale": 1.0 + ours.scale}
-    if abs(ours.offset) > max(deviation / math.sqrt(ours.numel), NATIVE * abs(theirs.offset)):
+    if abs(ours.offset) > max(deviation / math.sqrt(ours.numel), NATIVE * abs(theirs.offset), bias):
         return "offset", evidence | {"offset": ours.offset}
     if ours.worst > WORST * max(1.0, theirs.worst):
         return "element", evidence | {"worst_element": ours.worst}
@@ -239,8 +256,9 @@ def _measure_sketch(
     exact = fold(truth)
     ours = float(relative_distance(sketch, exact))
     theirs = float(relative_distance(fold(native), exact))
-    evidence = {"tau": tau, "local_error": ours, "native_error": theirs, "compared": "by sketch"}
-    # A sketch sums in float32.
+    evidence: dict[str, Any] = {"tau": tau, "compared": "by sketch"}
+    if ours > SKETCH_FLOOR:  # a sketch is of float32 numbers
+        evidence |= {"local_error": ours, "native_error": theirs}
     limit = max(WHOLE * tau, NATIVE * theirs, SKETCH_FLOOR)
     return ("error" if ours > limit else ""), evidence
 
