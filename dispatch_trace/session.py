@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dispatch_trace.align.pairs import Pair, Progress, pair_traces
+from dispatch_trace.align.lineup import pair_traces
+from dispatch_trace.align.pairs import Pair, Progress
 from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import dispatch_trace as dt
-from dispatch_trace.align.pairs import Pairing, pair_traces
+from dispatch_trace.align.lineup import pair_traces
+from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.store.reader import open_ranks
 
 

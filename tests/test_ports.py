@@ -15,7 +15,7 @@ from aligning import net, record
 from torch import nn
 
 import dispatch_trace as dt
-from dispatch_trace.align.pairs import pair_traces
+from dispatch_trace.align.lineup import pair_traces
 from dispatch_trace.store.reader import open_ranks
 
 PORTS = {"llama": lambda: ports.llama(3), "gpt2": lambda: ports.gpt2(3), "bert": ports.bert}

@@ -23,7 +23,8 @@ import torch
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import Comparer, Difference, unknown
 from dispatch_trace.align.graph import Program, Value
-from dispatch_trace.align.pairs import Pairing, Progress, relinked
+from dispatch_trace.align.links import relinked
+from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.noise import Budget, NoisePass, State
 from dispatch_trace.judge.twin_leaves import Healed, Leaves
