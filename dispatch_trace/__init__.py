@@ -23,10 +23,10 @@ _HOMES = {
     "tap": "dispatch_trace.capture.graph",
     "inject": "dispatch_trace.inject",
     "open": "dispatch_trace.session",
-    "align": "dispatch_trace.session",
+    "align": "dispatch_trace.alignment",
     "Trace": "dispatch_trace.session",
     "Record": "dispatch_trace.session",
-    "Alignment": "dispatch_trace.session",
+    "Alignment": "dispatch_trace.alignment",
     "Finding": "dispatch_trace.judge.verdict",
     "DispatchTraceError": "dispatch_trace.errors",
     "ConfigError": "dispatch_trace.errors",
@@ -68,6 +68,8 @@ sys.modules[__name__].__class__ = _Package
 
 
 if TYPE_CHECKING:
+    from dispatch_trace.alignment import Alignment as Alignment
+    from dispatch_trace.alignment import align as align
     from dispatch_trace.capture.graph import tap as tap
     from dispatch_trace.capture.inline import capture_tensor as capture_tensor
     from dispatch_trace.config import CaptureConfig as CaptureConfig
@@ -78,8 +80,6 @@ if TYPE_CHECKING:
     from dispatch_trace.recorder import check_observer as check_observer
     from dispatch_trace.recorder import record as record
     from dispatch_trace.registry import TensorRegistry as TensorRegistry
-    from dispatch_trace.session import Alignment as Alignment
     from dispatch_trace.session import Record as Record
     from dispatch_trace.session import Trace as Trace
-    from dispatch_trace.session import align as align
     from dispatch_trace.session import open as open

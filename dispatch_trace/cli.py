@@ -24,7 +24,7 @@ from dispatch_trace import __version__
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
 
 if TYPE_CHECKING:
-    from dispatch_trace.session import Alignment
+    from dispatch_trace.alignment import Alignment
 
 EXIT_STATUS = {"match": 0, "diverged": 1, "inconclusive": 3}
 EXIT_UNREADABLE = 2
@@ -90,11 +90,11 @@ def _align(options: argparse.Namespace) -> int:
     _check_writable(options.json, "--json")
     _check_writable(options.rename_template, "--rename-template")
     _check_writable(options.html, "--html")
-    from dispatch_trace import session
+    from dispatch_trace.alignment import align
     from dispatch_trace.report import text
 
     with _progress() as progress:
-        alignment = session.align(
+        alignment = align(
             options.ref,
             options.target,
             golden=options.golden,

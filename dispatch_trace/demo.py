@@ -24,15 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dispatch_trace.alignment import align
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.recorder import record
 from dispatch_trace.report import text
 from dispatch_trace.report.table import columns, module_name, shorten, size
-from dispatch_trace.session import align
 
 if TYPE_CHECKING:
+    from dispatch_trace.alignment import Alignment
     from dispatch_trace.judge.findings import Finding
-    from dispatch_trace.session import Alignment
 
 SENTENCES = (
     "Water boils at a lower temperature on a high mountain.",

@@ -1,0 +1,380 @@
+"""Compares two traces: `align`, and the `Alignment` that it hands out.
+
+Ties the aligner to the judges and puts what they say in one object; what it can write (tables, pages, repros)
+is loaded when it is asked for. Imports no torch for stats-only traces.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dispatch_trace.align.pairs import Pair, Progress, pair_traces
+from dispatch_trace.align.steps import chosen_steps
+from dispatch_trace.compat import open_ranks
+from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
+from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.floors import measured_floors
+from dispatch_trace.judge.golden import Golden
+from dispatch_trace.judge.joined import judge
+from dispatch_trace.judge.ranks import combined, setting_notices
+from dispatch_trace.judge.repeats import first_unrepeated
+from dispatch_trace.report.facts import html_table, jsonable, pair_row
+from dispatch_trace.session import Trace
+from dispatch_trace.store.reader import RankReader
+
+if TYPE_CHECKING:
+    import torch
+
+    from dispatch_trace.isolate import Isolation
+    from dispatch_trace.report.repro import Repro
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Two traces, compared.
+
+    Attributes:
+      verdict: "match", "diverged" or "inconclusive".
+      first: the first fatal finding, None when there is none.
+      findings: all, fatal ones first, then suspects.
+      pairs: every record of both traces, in the order of the target.
+      coverage: {"records": {outcome: count}, "share", "compute_bytes": {…}, "not_compared": {…}}.
+      notices: what a reader should know besides.
+      reasons: why the verdict is inconclusive.
+      ref, target: paths of the traces.
+      options: what was passed to `align` besides, where it is not the default.
+    """
+
+    verdict: str
+    findings: list[Finding]
+    pairs: list[Pair]
+    coverage: dict[str, Any]
+    notices: list[str]
+    reasons: list[str]
+    ref: str
+    target: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Finding | None:
+        return next((finding for finding in self.findings if finding.fatal), None)
+
+    def table(self, *, top: int = 3) -> str:
+        """The first screen: verdict, coverage, first finding, and the rows around it."""
+        from dispatch_trace.report import text
+
+        return text.alignment(self, ref=self.ref, target=self.target, top=top)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """The same facts for programs (docs/json.md).
+
+        Args:
+          path: also written there.
+        Returns: plain data; numbers that JSON lacks (inf, nan) stand as strings.
+        """
+        found = jsonable(
+            {
+                "schema": SCHEMA,
+                "ref": self.ref,
+                "target": self.target,
+                "verdict": self.verdict,
+                "first": None if self.first is None else self.findings.index(self.first),
+                "findings": [asdict(finding) for finding in self.findings],
+                "coverage": self.coverage,
+                "notices": self.notices,
+                "reasons": self.reasons,
+                "pairs": [pair_row(pair) for pair in self.pairs],
+            }
+        )
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(found, file, indent=1, allow_nan=False)
+                file.write("\n")
+        result: dict[str, Any] = found
+        return result
+
+    def isolate(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        *,
+        modules: str | Iterable[str] | None = None,
+        compile: bool | str = False,
+    ) -> Isolation:
+        """Runs modules of the target's model alone, on the inputs that the reference recorded for them.
+
+        The model is left as it was. What cannot be run is a row that says why (docs/proofs.md).
+
+        Args:
+          model: that the target was recorded from; a dict of named models, where it has several.
+          modules: patterns over module paths of the target. None: the modules of the findings, those
+            around them and the innermost ones beneath them; without findings all innermost ones.
+          compile: compile each module by itself: True (inductor) or the name of a backend. Code that was
+            compiled before is compiled again when it runs next.
+        Returns: one row for each module call, `print` shows them as a table.
+        Raises:
+          ConfigError: no module calls are paired. PatternError, NoMatchError: of `modules`.
+        """
+        from dispatch_trace.isolate import isolate
+
+        first = self.first
+        target = _rank_of(Trace(self.target), first) if first else Trace(self.target).ranks[0]
+        ref = next((r for r in Trace(self.ref).ranks if r.rank == target.rank), None)
+        if ref is None:
+            raise ConfigError(f"{self.ref} has no rank {target.rank}.")
+        return isolate(model, ref, target, self.pairs, self.findings, modules=modules, compile=compile)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One self-contained page: first screen, curve, table, details of pairs (docs/report.md).
+
+        Statistics and tensors come from the traces as they lie on disk now; a page without them says so where
+        they are gone.
+
+        Args:
+          path: also written there.
+        Returns: the page.
+        """
+        from dispatch_trace.report.html import page
+
+        made = page(
+            self,
+            ref=self.ref,
+            target=self.target,
+            options=self.options,
+            ref_ranks=_still_there(self.ref),
+            target_ranks=_still_there(self.target),
+        )
+        if path is not None:
+            Path(path).write_text(made, encoding="utf-8")
+        return made
+
+    def repro(self, folder: str | os.PathLike[str], finding: Finding | None = None) -> Repro:
+        """Writes a script and one safetensors file that replay the guilty op, or its region, alone.
+
+        The script needs torch and safetensors only. It prints how far what was recorded, a re-run, the
+        float64 truth and the reference's value are from each other, and exits with 1 when the fault shows
+        (docs/proofs.md). Ops that cannot be run again take their recorded results: `Repro.taken`, and
+        `evidence["taken"]` of the finding.
+
+        Args:
+          folder: made where it does not exist.
+          finding: one of `findings`; None: the first fatal one, else the first.
+        Raises:
+          NotExecutableError: there is no finding, or the target's trace lacks what the op read or returned.
+            Nothing is written.
+          ConfigError: `folder` is a file.
+        """
+        from dispatch_trace.report.repro import write_repro
+
+        chosen = finding or self.first or next(iter(self.findings), None)
+        if chosen is None:
+            raise NotExecutableError("the alignment has no finding: there is nothing to replay.")
+        target = _rank_of(Trace(self.target), chosen)
+        ref = next((r for r in Trace(self.ref).ranks if r.rank == target.rank), None)
+        if ref is None:
+            raise NotExecutableError(f"{self.ref} has no rank {target.rank}.")
+        written = write_repro(folder, chosen, self.pairs, ref, target)
+        if written.taken:
+            chosen.evidence["taken"] = dict(written.taken)
+        return written
+
+    def __repr__(self) -> str:
+        first = self.first
+        where = (
+            f", first: {first.label} {first.module or '(root)'} {first.op or ''}".rstrip() if first else ""
+        )
+        return f"Alignment({self.verdict}{where})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [
+                f.label,
+                "fatal" if f.fatal else "",
+                f.step,
+                f.module or "(root)",
+                f.op or "",
+                f.source or "",
+                f.hint or "",
+            ]
+            for f in self.findings[:20]
+        ]
+        heading = f"<p><b>{html.escape(self.verdict)}</b> {html.escape(', '.join(self.reasons))}</p>"
+        return heading + html_table(["label", "", "step", "module", "op", "source", "hint"], rows)
+
+
+def align(
+    ref: Trace | str | os.PathLike[str] | Sequence[Trace | str | os.PathLike[str]],
+    target: Trace | str | os.PathLike[str],
+    *,
+    golden: Trace | str | os.PathLike[str] | None = None,
+    refs: Iterable[Trace | str | os.PathLike[str]] = (),
+    rename: Mapping[str, str] | Iterable[str] | str | None = None,
+    rows: Mapping[str, int] | None = None,
+    declared: str | Iterable[str] | None = None,
+    exact: bool = False,
+    tolerance: float | None = None,
+    steps: Any = None,
+    twins: bool | None = None,
+    progress: Progress | None = None,
+) -> Alignment:
+    """Compares two traces and names the first place where the target goes wrong.
+
+    Args:
+      ref, target: the trusted run, and the run under suspicion. Of a list of references the first is
+        the reference, the rest count as `refs`.
+      golden: a run of the reference in higher precision: the target may be as far from it as the
+        reference is. One in lower precision than the reference is left out, with a notice.
+      refs: more runs of the reference (other thread counts, batches, inputs one unit off). What they
+        differ by from the first is a floor of every band.
+      rename: {reference path: target path}, or "OLD=NEW" rules; a rule counts for all modules beneath.
+      rows: {"dim": d, "keep": n}: where sizes along dim d differ, only the first n rows are compared.
+      declared: lower precision that is meant, as "matmul operands bf16".
+      exact: bitwise: any difference of values is a divergence.
+      tolerance: relative L2 error that is allowed at every site, besides noise.
+      steps: only these step numbers.
+      twins: whether both programs are run again in float64, which tells another program from the same one in
+        lower precision; None: where the traces hold enough (save="leaves" or "tensors").
+      progress: called with (done, total, what).
+
+    Raises:
+      NotATraceError, TraceFormatError, SchemaVersionError, RenameError, ConfigError.
+    """
+    several = [ref] if isinstance(ref, (Trace, str, os.PathLike)) else list(ref)
+    if not several:
+        raise ConfigError("ref: expected a trace or several, got none.")
+    first, second, *more = (
+        t if isinstance(t, Trace) else Trace(t) for t in (several[0], target, *several[1:], *refs)
+    )
+    third = None if golden is None else golden if isinstance(golden, Trace) else Trace(golden)
+    if tolerance is not None and not (tolerance >= 0 and math.isfinite(tolerance)):
+        raise ConfigError(f"tolerance={tolerance!r}: expected a finite number that is not negative.")
+    chosen = chosen_steps(steps)
+    judgements = []
+    notices, unrepeated = _repeats(first, second, more)
+    notices += setting_notices(first.ranks, second.ranks)
+    theirs = {reader.rank: reader for reader in second.ranks}
+    for reader in first.ranks:
+        other = theirs.get(reader.rank)
+        if other is None:
+            continue
+        pairing = pair_traces(reader, other, rename=rename, rows=rows, steps=chosen, progress=progress)
+        if more:
+            floors = _floors(reader, more, rows, chosen)
+            for one in pairing.rounds:
+                one.floors = floors
+            notices.append(f"{len(more) + 1} runs of the reference: a measured floor at {len(floors)} values")
+        judgements.append(
+            judge(
+                pairing,
+                exact=exact,
+                tolerance=tolerance,
+                declared=declared,
+                golden=None if third is None else _golden(third, reader, other, rename, rows, chosen),
+                twins=twins,
+                progress=progress,
+            )
+        )
+    found = combined(judgements)
+    unpaired = {r.rank for r in first.ranks} ^ set(theirs)
+    reasons = list(found.reasons)
+    verdict = found.verdict
+    if unpaired:
+        reasons.append(f"ranks that only one trace has: {', '.join(map(str, sorted(unpaired)))}")
+        verdict = "inconclusive" if verdict == "match" else verdict
+    return Alignment(
+        verdict=verdict,
+        findings=[*unrepeated, *found.findings] if verdict != "diverged" else [*found.findings, *unrepeated],
+        pairs=found.pairs,
+        coverage=found.coverage,
+        notices=[*notices, *found.notices, *(reasons if verdict == "inconclusive" else [])],
+        reasons=reasons if verdict == "inconclusive" else [],
+        ref=str(first.path),
+        target=str(second.path),
+        options=_given(
+            golden=None if third is None else str(third.path),
+            rename=rename,
+            rows=rows,
+            declared=declared,
+            exact=exact or None,
+            tolerance=tolerance,
+            steps=None if chosen is None else sorted(chosen),
+            twins=twins,
+        ),
+    )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _still_there(path: str) -> list[RankReader]:
+    """The ranks of a trace; none where it has been moved or deleted since."""
+    try:
+        return open_ranks(path)
+    except (DispatchTraceError, OSError):
+        return []
+
+
+def _rank_of(trace: Trace, finding: Finding) -> RankReader:
+    """The rank that a finding is about: the one whose record it names."""
+    for reader in trace.ranks:
+        if finding.seq >= 0 and len(trace.ranks) > 1:
+            try:
+                record = reader.record(finding.seq)
+            except KeyError:
+                continue
+            if (record.step, record.op) != (finding.step, finding.op or record.op):
+                continue
+        return reader
+    return trace.ranks[0]
+
+
+def _repeats(first: Trace, second: Trace, more: Sequence[Trace]) -> tuple[list[str], list[Finding]]:
+    """What does not come out the same in two runs of one program: notices, and findings about the target."""
+    notices, findings = [], []
+    for number, trace in enumerate([*more, second]):
+        what = f"run {number + 2} of the reference" if trace is not second else "the target"
+        others = {reader.rank: reader for reader in trace.ranks}
+        for reader in first.ranks:
+            other = others.get(reader.rank)
+            found = None if other is None else first_unrepeated(reader, other)
+            if found is None:
+                continue
+            where = f"{found.op or found.evidence['kind']} in {found.module or '(root)'} (step {found.step})"
+            doubt = "; a kernel that fails now and then looks like this too" if trace is second else ""
+            notices.append(
+                f"nondeterministic: {what} is the same program on the same leaves, and {where} gives another "
+                f"result{doubt}"
+            )
+            if trace is second:
+                findings.append(found)
+    return notices, findings
+
+
+def _floors(ref: RankReader, more: Sequence[Trace], rows: Any, steps: Any) -> dict[tuple[int, int], float]:
+    """What the runs of the reference differ by in this rank."""
+    others = [reader for trace in more for reader in trace.ranks if reader.rank == ref.rank]
+    return measured_floors([pair_traces(ref, other, rows=rows, steps=steps) for other in others])
+
+
+def _golden(third: Trace, ref: RankReader, target: RankReader, rename: Any, rows: Any, steps: Any) -> Golden:
+    """The golden run's part of this rank, lined up with both others; it has the reference's module paths."""
+    for other in third.ranks:
+        if other.rank == ref.rank:
+            return Golden(
+                pair_traces(other, ref, rows=rows, steps=steps),
+                pair_traces(other, target, rename=rename, rows=rows, steps=steps),
+            )
+    raise ConfigError(f"golden: {third.path} has no rank {ref.rank}.")
+
+
+__all__ = ["Alignment", "Finding", "align"]
