@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dispatch_trace.align.pairs import Pair, Progress, pair_traces
+from dispatch_trace.align.lineup import pair_traces
+from dispatch_trace.align.pairs import Pair, Progress
 from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
