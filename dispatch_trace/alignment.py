@@ -26,7 +26,8 @@ from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.joined import judge
 from dispatch_trace.judge.ranks import combined, setting_notices
 from dispatch_trace.judge.repeats import first_unrepeated
-from dispatch_trace.report.facts import html_table, jsonable, pair_row
+from dispatch_trace.notebook import html_table
+from dispatch_trace.report.facts import jsonable, pair_row
 from dispatch_trace.session import Trace
 from dispatch_trace.store.reader import RankReader
 

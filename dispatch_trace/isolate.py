@@ -30,8 +30,8 @@ from dispatch_trace.execute_run import Execution, Run
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.metrics import relative_l2, worst_row
+from dispatch_trace.notebook import html_table
 from dispatch_trace.patterns import select_modules
-from dispatch_trace.report.facts import html_table
 from dispatch_trace.report.table import columns, module_name, number
 from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.store.layouts import dtype_from_name, dtype_name

@@ -16,7 +16,7 @@ import numpy as np
 from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, NotExecutableError
 from dispatch_trace.metrics import derived
-from dispatch_trace.report.facts import html_table
+from dispatch_trace.notebook import brief, html_table
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
 
@@ -38,6 +38,7 @@ _FIELDS = (
     "overload",
     "seq",
 )
+_SHOWN_STATS = ("mean", "std", "min", "max", "nan")
 
 
 class Record:
@@ -199,6 +200,27 @@ class Record:
         what = self.op or self.kind
         where = f"{self.module or '(root)'}#{self.call}" if self.call is not None else self.module or "(root)"
         return f"Record({self.seq}: {where} {what}{f' {self.name}' if self.name else f'[{self.n}]'})"
+
+    def _repr_html_(self) -> str:
+        site = {
+            "record": self.seq,
+            "what": self.overload or self.op or " ".join(filter(None, (self.kind, self.name))),
+            "module": self.module or "(root)",
+            "call": "" if self.call is None else self.call,
+            "step": self.step,
+            "source": self.source or "",
+            "note": self.note,
+        }
+        rows = []
+        for slot in self.slots:
+            if slot.is_tensor:
+                stats = self.stats(slot.name)
+                rows.append(
+                    [slot.name, slot.dtype, list(slot.shape or ())]
+                    + ["" if stats.get(name) is None else brief(stats[name]) for name in _SHOWN_STATS]
+                )
+        about = html_table(["", ""], [[key, value] for key, value in site.items() if value != ""])
+        return about + html_table(["slot", "dtype", "shape", *_SHOWN_STATS], rows)
 
 
 class Trace:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from dispatch_trace.align.pairs import Pair
+from dispatch_trace.notebook import brief, html_table
 
 Verdict: TypeAlias = Literal["match", "diverged", "inconclusive"]
 LABELS = (
@@ -53,6 +54,19 @@ class Finding:
     hint: str | None = None
     seq: int = -1
     ref_seq: int = -1
+
+    def _repr_html_(self) -> str:
+        call = "" if self.call is None else f"#{self.call}"
+        rows = [
+            ("label", f"{self.label}{' (fatal)' if self.fatal else ''}"),
+            ("module", f"{self.module or '(root)'}{call}"),
+            ("step", self.step),
+            ("op", self.op),
+            ("source", self.source),
+            ("hint", self.hint),
+            *self.evidence.items(),
+        ]
+        return html_table(["", ""], [[name, brief(value)] for name, value in rows if value is not None])
 
 
 @dataclass(slots=True, kw_only=True)

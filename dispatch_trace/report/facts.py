@@ -1,10 +1,9 @@
-"""An alignment as plain data for programs, and as small HTML tables for notebooks."""
+"""An alignment as plain data for programs."""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,14 +57,3 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return jsonable(value.item())
     return value
-
-
-def html_table(headings: list[str], rows: list[list[Any]]) -> str:
-    """A table; every cell is escaped."""
-
-    def cells(row: Iterable[Any], tag: str) -> str:
-        return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
-
-    head = f"<thead><tr>{cells(headings, 'th')}</tr></thead>" if any(headings) else ""
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f"<table>{head}<tbody>{body}</tbody></table>"
