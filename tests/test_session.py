@@ -44,6 +44,15 @@ def test_a_trace_says_what_it_is(traces: Path) -> None:
     assert "complete" in repr(trace) and "<table>" in trace._repr_html_()
 
 
+def test_a_record_shows_its_site_and_its_tensors_in_a_notebook(traces: Path) -> None:
+    (gelu,) = dt.open(traces / "ref-tensors").find(op="aten.gelu", module="blocks.1")
+    shown = gelu._repr_html_()
+    assert "<td>blocks.1</td>" in shown and "<td>aten.gelu.default</td>" in shown and "aligning.py:" in shown
+    assert f"<td>out</td><td>float32</td><td>[6, 64]</td><td>{gelu.stats()['mean']:.4g}</td>" in shown
+    light = next(r for r in dt.open(traces / "ref-stats").records if r.light)
+    assert "<td>[32, 64]</td><td></td>" in light._repr_html_()  # a view has no statistics
+
+
 def test_without_data_a_trace_is_not_executable(traces: Path) -> None:
     assert not dt.open(traces / "ref-stats").executable
     assert dt.open(traces / "ref-leaves").executable
@@ -147,6 +156,10 @@ def test_open_traces_can_be_aligned(traces: Path) -> None:
     alignment = dt.align(dt.open(traces / "ref-tensors"), dt.open(traces / "wrong"))
     assert alignment.verdict == "diverged" and "parameter blocks.1.up" in repr(alignment)
     assert "blocks.1.up" in alignment.table() and "blocks.1.up" in alignment._repr_html_()
+    assert alignment.first is not None
+    shown = alignment.first._repr_html_()
+    assert "<td>parameter (fatal)</td>" in shown and "<td>blocks.1.up#0</td>" in shown
+    assert f"<td>{alignment.first.evidence['error']:.4g}</td>" in shown
 
 
 def test_json_holds_the_same_facts(traces: Path, tmp_path: Path) -> None:
@@ -226,3 +239,21 @@ def test_statistics_are_aligned_without_torch(traces: Path) -> None:
         cwd=Path(__file__).resolve().parents[1],
     )
     assert done.stdout.split() == ["match", "False"], done.stderr
+
+
+@pytest.mark.parametrize(("level", "what"), [("op", "modules and ops"), ("module", "modules")])
+def test_inputs_that_one_side_did_not_record_are_said_not_to_be_compared(
+    tmp_path: Path, level: str, what: str
+) -> None:
+    full = record(tmp_path / "full", net(), batch(), level=level)
+    bare = record(tmp_path / "bare", net(), batch(), level=level, inputs=False)
+    for ref, target, who in (
+        (full, bare, "the target holds"),
+        (bare, full, "the reference holds"),
+        (bare, bare, "both traces hold"),
+    ):
+        said = [n for n in dt.align(ref, target).notices if "inputs=False" in n]
+        assert len(said) == 1 and said[0].startswith(f"{who} no inputs"), said
+        assert f"results were compared, not what {what} were handed" in said[0]
+    again = record(tmp_path / "again", net(), batch(), level=level)
+    assert not any("inputs" in notice for notice in dt.align(full, again).notices)

@@ -79,6 +79,26 @@ def _other_model(ref: dict[str, Any], target: dict[str, Any]) -> list[str]:
     ]
 
 
+def _missing_inputs(ref: dict[str, Any], target: dict[str, Any]) -> list[str]:
+    """Said where a side recorded no inputs: equal results hide what a site was handed."""
+    options = [header.get("options") or {} for header in (ref, target)]
+    lacking = [
+        name
+        for name, given in zip(("reference", "target"), options, strict=True)
+        if given.get("inputs") is False
+    ]
+    if not lacking:
+        return []
+    who = f"the {lacking[0]} holds" if len(lacking) == 1 else "both traces hold"
+    if all(given.get("level") == "op" for given in options):
+        return [
+            f"{who} no inputs (inputs=False): results were compared, not what modules and ops were handed; "
+            "without operands no op can be linked to those it read, so the first finding is where a "
+            "difference shows, not where it came in"
+        ]
+    return [f"{who} no inputs (inputs=False): results were compared, not what modules were handed"]
+
+
 def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> list[str]:
     """What a reader should know of the two recordings, whatever the comparison says."""
     found = []
@@ -88,6 +108,7 @@ def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> 
     elif ours.get("start_time") is not None and ours["start_time"] == theirs.get("start_time"):
         found.append("both traces are the same recording")
     found += _other_model(ours, theirs)
+    found += _missing_inputs(ours, theirs)
     for name in ("torch_version", "num_threads", "cpu_capability", "device", "grad_enabled"):
         if name in ours and name in theirs and ours[name] != theirs[name]:
             what = name.replace("_", " ")
