@@ -37,6 +37,7 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(PY) tools/bench.py $(ARGS)
 	$(PY) tools/bench_compiled.py
+	$(PY) tools/bench_judge.py
 
 zoo: $(STAMP)
 	$(PY) tools/zoo.py $(ZOO) $(ARGS)

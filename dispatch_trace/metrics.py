@@ -95,9 +95,16 @@ def round_to(values: Any, dtype: str) -> npt.NDArray[np.float64]:
       ConfigError: no float dtype of that name is known.
     """
     known = _format(dtype)
-    x = as_numpy(values).astype(np.float64)
+    given = as_numpy(values)
+    if given.dtype == np.float32 and known is FLOAT_FORMATS["bfloat16"]:
+        return _to_bfloat16(given).astype(np.float64)
+    x = given.astype(np.float64)
     if known.mantissa_bits == 52:
         return x
+    for name in ("float16", "float32"):
+        if known is FLOAT_FORMATS[name]:
+            with np.errstate(over="ignore"):
+                return x.astype(name).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         _, exponent = np.frexp(x)
         step = np.ldexp(1.0, np.maximum(exponent - 1, known.min_exponent) - known.mantissa_bits)
@@ -105,6 +112,13 @@ def round_to(values: Any, dtype: str) -> npt.NDArray[np.float64]:
     beyond = np.abs(rounded) > known.max_finite
     rounded = np.where(beyond, np.copysign(known.overflow, x), rounded)
     return np.where(np.isnan(x), np.nan, rounded)
+
+
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """float32 numbers rounded to bfloat16, which is their upper half: ties to even, overflow to inf."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(values), values, rounded.view(np.float32))
 
 
 def as_numpy(values: Any) -> Array:

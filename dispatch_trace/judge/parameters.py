@@ -65,6 +65,8 @@ def _changed(pairing: Pairing, link: Link) -> ChangedParameter | None:
         return None
     common = coarser(a.dtype, b.dtype)
     ref, target = round_to(theirs, common), round_to(ours, common)
+    if np.array_equal(ref, target):
+        return None
     finite = np.isfinite(ref) & np.isfinite(target)
     step = _ROUNDED_TWICE * unit_roundoff(common) * np.maximum(np.abs(ref), np.abs(target))
     changed = finite & (np.abs(target - ref) > step)
