@@ -1,4 +1,4 @@
-"""What the judges say together: estimates of every value, and twins where both programs can run again.
+"""What the judges say together: estimates of every value; twins and local replay where programs can run again.
 
 Twins answer "is the target another program?", estimates "does it compute its program badly?":
 
@@ -8,6 +8,8 @@ Twins answer "is the target another program?", estimates "does it compute its pr
   arguments is refuted, unless the recorded outputs are farther from the program's own float64 ones than
   rounding takes them; a fault of a kernel or of precision stands, and a lone undeclared cast becomes one.
 * Twins cannot tell: the estimates alone speak, and a notice says why.
+* Where twins find no other program, single ops of the target that compute badly on their own inputs (`local`)
+  come before what the estimates hold against the ops behind them.
 
 Every finding says which judge it came from (`Finding.judge`, `evidence["judge"]`).
 """
