@@ -1,4 +1,4 @@
-"""What the judges say together: estimates of every value; twins and local replay where programs can run again.
+"""What the judges say together: estimates of all values; twins and local replay where programs run again.
 
 Twins answer "is the target another program?", estimates "does it compute its program badly?":
 
