@@ -47,6 +47,7 @@ class Mixer(nn.Module):
         self.residual = 1.0
         self.sign = 1.0
         self.order = (0, 1, 2)
+        self.by_head = False  # rows of the projection: q, k and v of one head, then of the next
 
     def turn(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         pairs = x.float().unflatten(-1, (2, -1)).transpose(-1, -2).contiguous()
@@ -58,8 +59,11 @@ class Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         rows, length, _ = x.shape
-        sizes = [n * self.size for n in (self.heads, self.groups, self.groups)]
-        parts = self.fused(x).split(sizes, dim=-1)
+        if self.by_head:
+            parts = self.fused(x).unflatten(-1, (self.heads, 3, self.size)).unbind(-2)
+        else:
+            sizes = [n * self.size for n in (self.heads, self.groups, self.groups)]
+            parts = self.fused(x).split(sizes, dim=-1)
         q, k, v = (parts[i].view(rows, length, -1, self.size).transpose(1, 2) for i in self.order)
         q, k = self.turn(q, angles), self.turn(k, angles)
         k, v = self.repeat(k), self.repeat(v)
@@ -102,12 +106,12 @@ class Stage(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, vocabulary: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.words = nn.Embedding(vocabulary, config.hidden_size)
         self.tower = nn.ModuleList(Stage(config) for _ in range(config.num_hidden_layers))
         self.last = RootMeanSquare(config.hidden_size, config.rms_norm_eps)
-        self.unembed = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.unembed = nn.Linear(config.hidden_size, vocabulary, bias=False)
         self.half = config.hidden_size // config.num_attention_heads // 2
         self.theta, self.start = 10000.0, 0
 
@@ -120,42 +124,63 @@ class Llama(nn.Module):
         return self.unembed(self.last(x))
 
 
-def llama(layers: int = 4) -> tuple[nn.Module, Llama]:
-    """(transformers' Llama, the port), with the same random weights."""
+def by_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
+    """[q0 k0 v0 q1 k1 v1 ...]: how GPT-NeoX and Bloom pack three projections."""
+    return torch.stack([part.unflatten(0, (heads, -1)) for part in (q, k, v)], 1).flatten(0, 2)
+
+
+def llama(
+    layers: int = 2,
+    *,
+    groups: int = 2,
+    vocabulary: int = 96,
+    padded: int | None = None,
+    interleaved: bool = False,
+) -> tuple[nn.Module, Llama]:
+    """(transformers' Llama, the port), with the same random weights.
+
+    Args:
+      groups: of 4 heads.
+      padded: words of the port, those beyond the vocabulary without weight.
+      interleaved: the port packs its projections by head; takes 4 groups.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=320,
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=160,
         num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_attention_heads=4,
+        num_key_value_heads=groups,
         initializer_range=0.1,
         use_cache=False,
     )
     model = LlamaForCausalLM(config).eval()
-    port = Llama(config).eval()
+    port = Llama(config, padded or vocabulary).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-        port.words.weight.copy_(model.model.embed_tokens.weight)
+        for mine, theirs in ((port.words, model.model.embed_tokens), (port.unembed, model.lm_head)):
+            mine.weight.zero_()
+            mine.weight[:vocabulary].copy_(theirs.weight)
         port.last.gain.copy_(model.model.norm.weight)
-        port.unembed.weight.copy_(model.lm_head.weight)
         for layer, stage in zip(model.model.layers, port.tower, strict=True):
             a, m = layer.self_attn, layer.mlp
             stage.pre.gain.copy_(layer.input_layernorm.weight)
             stage.post.gain.copy_(layer.post_attention_layernorm.weight)
-            stage.mix.fused.weight.copy_(torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]))
+            three = a.q_proj.weight, a.k_proj.weight, a.v_proj.weight
+            stage.mix.by_head = interleaved
+            stage.mix.fused.weight.copy_(by_head(*three, 4) if interleaved else torch.cat(three))
             stage.mix.back.weight.copy_(a.o_proj.weight)
             stage.feed.both.weight.copy_(torch.cat([m.gate_proj.weight, m.up_proj.weight]))
             stage.feed.out.weight.copy_(m.down_proj.weight)
     return model, port
 
 
-def token_ids(rows: int = 2, length: int = 24, vocabulary: int = 256) -> torch.Tensor:
+def token_ids(rows: int = 2, length: int = 12, vocabulary: int = 96) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
@@ -302,17 +327,17 @@ class Gpt(nn.Module):
         return F.linear(self.final(self.layers(x)), self.tok.weight)
 
 
-def gpt2(layers: int = 4) -> tuple[nn.Module, Gpt]:
+def gpt2(layers: int = 2) -> tuple[nn.Module, Gpt]:
     """(transformers' GPT-2 with its transposed weights, the port with ordinary ones)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=256,
-        n_positions=64,
-        n_embd=96,
+        vocab_size=96,
+        n_positions=32,
+        n_embd=64,
         n_layer=layers,
-        n_head=6,
+        n_head=4,
         initializer_range=0.1,
         use_cache=False,
     )

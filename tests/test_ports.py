@@ -18,7 +18,13 @@ import dispatch_trace as dt
 from dispatch_trace.align.lineup import pair_traces
 from dispatch_trace.store.reader import open_ranks
 
-PORTS = {"llama": lambda: ports.llama(3), "gpt2": lambda: ports.gpt2(3), "bert": ports.bert}
+PORTS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: ports.llama(3),
+    "gpt2": lambda: ports.gpt2(3),
+    "bert": ports.bert,
+    # GPT-NeoX's packing, and a vocabulary of a multiple of 64
+    "packed": lambda: ports.llama(3, groups=4, padded=128, interleaved=True),
+}
 
 
 class Pair:
@@ -44,7 +50,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     folder = tmp_path_factory.mktemp("ports")
-    return {name: Pair(name, folder) for name in ("llama", "gpt2")}
+    return {name: Pair(name, folder) for name in ("llama", "gpt2", "packed")}
 
 
 def covered(alignment: dt.Alignment) -> float:
@@ -54,7 +60,7 @@ def covered(alignment: dt.Alignment) -> float:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "packed"])
 def test_a_port_matches_without_rules(name: str, dtype: torch.dtype | None, pairs: dict[str, Pair]) -> None:
     alignment = dt.align(pairs[name].ref, pairs[name].target(dtype=dtype))
     assert alignment.verdict == "match", (alignment.reasons, alignment.first)
@@ -63,14 +69,19 @@ def test_a_port_matches_without_rules(name: str, dtype: torch.dtype | None, pair
 
 def test_weights_pair_with_how_they_are_laid_out(pairs: dict[str, Pair]) -> None:
     transforms = {}
-    for name in ("llama", "gpt2"):
+    for name in ("llama", "gpt2", "packed"):
         ref, target = (open_ranks(path)[0] for path in (pairs[name].ref, pairs[name].target()))
         for pair in pair_traces(ref, target).weights:
-            transforms[f"{pair.target.module}.{pair.target.name}"] = pair.layout and pair.layout.transform
-    assert transforms["tower.1.mix.fused.weight"] == "3 concatenated"
-    assert transforms["tower.1.feed.both.weight"] == "2 concatenated"
-    assert transforms["layers.1.attn.inp.weight"] == "transposed"
-    assert transforms["tower.1.mix.back.weight"] is None
+            transforms[f"{name}.{pair.target.module}.{pair.target.name}"] = (
+                pair.layout and pair.layout.transform
+            )
+    assert transforms["llama.tower.1.mix.fused.weight"] == "3 concatenated"
+    assert transforms["llama.tower.1.feed.both.weight"] == "2 concatenated"
+    assert transforms["gpt2.layers.1.attn.inp.weight"] == "transposed"
+    assert transforms["llama.tower.1.mix.back.weight"] is None
+    assert transforms["packed.tower.1.mix.fused.weight"] == "3 concatenated, in 12 pieces of another order"
+    assert transforms["packed.words.weight"] == "padded from 96 to 128"
+    assert transforms["packed.unembed.weight"] == "padded from 96 to 128"
 
 
 def scaled(path: str, name: str = "weight") -> Callable[[Any], None]:
@@ -90,8 +101,29 @@ def other(path: str, **values: Any) -> Callable[[Any], None]:
 
 def keys_and_values_swapped(model: Any) -> None:
     weight = model.tower[1].mix.fused.weight
-    q, k, v = weight.clone().split([128, 32, 32])
+    q, k, v = weight.clone().split([64, 32, 32])
     weight.copy_(torch.cat([q, v, k]))
+
+
+def packed_by_projection(model: Any) -> None:
+    weight = model.tower[1].mix.fused.weight
+    weight.copy_(weight.clone().unflatten(0, (4, 3, -1)).transpose(0, 1).flatten(0, 2))
+
+
+def keys_and_values_of_heads_swapped(model: Any) -> None:
+    weight = model.tower[1].mix.fused.weight
+    weight.copy_(weight.clone().unflatten(0, (4, 3, -1))[:, [0, 2, 1]].flatten(0, 2))
+
+
+def swapped(path: str, dim: int = 0) -> Callable[[Any], None]:
+    """Two rows of a weight change places, which other words or channels read."""
+    first, second = ports.token_ids()[0, :2].tolist()
+
+    def change(model: Any) -> None:
+        rows = model.get_submodule(path).weight.transpose(0, dim)
+        rows[[first, second]] = rows[[second, first]]
+
+    return change
 
 
 PLANTED: list[tuple[str, Callable[[Any], None], str, str | None]] = [
@@ -105,6 +137,14 @@ PLANTED: list[tuple[str, Callable[[Any], None], str, str | None]] = [
     ("llama", other("", theta=500000.0), "", None),
     ("llama", keys_and_values_swapped, "tower.1.mix.fused", "parameter"),
     ("llama", scaled("tower.1.mix.back"), "tower.1.mix.back", "parameter"),
+    ("llama", swapped("words"), "words", None),
+    ("llama", swapped("unembed"), "unembed", "parameter"),
+    ("llama", swapped("tower.1.feed.out", 1), "tower.1.feed.out", "parameter"),
+    ("packed", packed_by_projection, "tower.1.mix.fused", "parameter"),
+    ("packed", keys_and_values_of_heads_swapped, "tower.1.mix.fused", "parameter"),
+    ("packed", swapped("words"), "words", None),
+    ("packed", swapped("unembed"), "unembed", "parameter"),
+    ("packed", scaled("unembed"), "unembed", "parameter"),
     ("gpt2", other("layers.1.attn", scale=1.0), "layers.1.attn", "argument"),
     ("gpt2", other("layers.1.norm_b", eps=1e-2), "layers.1.norm_b", "argument"),
     ("gpt2", scaled("layers.2.ff.0"), "layers.2.ff.0", "parameter"),
@@ -121,6 +161,26 @@ def test_a_bug_in_a_port_is_named(
     assert alignment.verdict == "diverged" and first is not None, alignment.reasons
     assert first.module == module, first
     assert label is None or first.label == label, first
+
+
+def padded_with_a_mean(model: Any) -> None:
+    for module in (model.words, model.unembed):
+        module.weight[96:] = module.weight[:96].mean(0)
+
+
+def hidden_units_in_another_order(model: Any) -> None:
+    feed, order = model.tower[1].feed, torch.randperm(160, generator=torch.Generator().manual_seed(2))
+    for half in feed.both.weight.chunk(2):
+        half.copy_(half[order])
+    feed.out.weight.copy_(feed.out.weight[:, order])
+
+
+@pytest.mark.parametrize("change", [padded_with_a_mean, hidden_units_in_another_order])
+def test_what_no_output_depends_on_is_no_finding(
+    change: Callable[[Any], None], pairs: dict[str, Pair]
+) -> None:
+    alignment = dt.align(pairs["packed"].ref, pairs["packed"].target(change))
+    assert alignment.verdict == "match", (alignment.reasons, alignment.first)
 
 
 def test_models_that_have_nothing_in_common_never_match(pairs: dict[str, Pair], tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def _link_params(pairing: Pairing) -> None:
 
 def _link_weights(pairing: Pairing) -> None:
     """Parameters that pair by content, and what products with weights laid out otherwise make of them."""
+    returned = _returned(pairing.target) if pairing.weights else set()
     for pair in pairing.weights:
         target, parts = (
             pairing.target.records[pair.target.seq],
@@ -63,26 +64,36 @@ def _link_weights(pairing: Pairing) -> None:
         )
         if not same_class(parts[0].slots[0].dtype, target.slots[0].dtype):
             continue
-        places = [(part.seq, 0) for part in parts]
-        _link_layout(pairing, places, (target.seq, 0), pair.layout, "param")
-        if pair.layout is None or pair.layout.is_plain:
+        places, layout = [(part.seq, 0) for part in parts], pair.layout
+        ours = _products(pairing.target, (target.seq, 0))
+        if layout is not None and returned.intersection(ours):
+            layout = layout.in_order  # nothing behind an output puts it in order again
+        _link_layout(pairing, places, (target.seq, 0), layout, "param")
+        if layout is None or layout.is_plain:
             continue
         readers = [_products(pairing.ref, place) for place in places]
-        ours = _products(pairing.target, (target.seq, 0))
         if any(len(found) != len(ours) for found in readers):
             continue
         for made, *theirs in zip(ours, *readers, strict=True):
             shape, shapes = pairing.target.slot(made).shape, [pairing.ref.slot(v).shape for v in theirs]
             sizes = tuple(s[-1] for s in shapes)
-            if (
-                shape[-1] != len(pair.layout.index)
-                or sizes != pair.layout.sizes
-                or len({s[:-1] for s in shapes}) != 1
-            ):
+            if shape[-1] != len(layout.index) or sizes != layout.sizes or len({s[:-1] for s in shapes}) != 1:
                 continue  # the rows of the weight are not what the product is made of
             last = len(shapes[0]) - 1
-            layout = replace(pair.layout, ref_axis=last, axis=last)
-            _link_layout(pairing, theirs, made, layout, "op")
+            made_layout = replace(layout, ref_axis=last, axis=last)
+            _link_layout(pairing, theirs, made, made_layout, "op")
+
+
+def _returned(program: Program) -> set[Value]:
+    """What root modules return."""
+    return {
+        origin.value
+        for call in program.calls.values()
+        if call.parent is None and call.record is not None
+        for slot in call.record.slots
+        if slot.role == "out" and slot.is_tensor
+        for origin in program.origins(call.record, slot)
+    }
 
 
 def _products(program: Program, weight: Value) -> list[Value]:

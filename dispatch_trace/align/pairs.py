@@ -8,6 +8,7 @@ people: every record of both traces stands in exactly one.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -124,6 +125,36 @@ class Pairing:
     def compare(self, link: Link) -> Difference:
         return self.comparer.compare(link.ref_content, link.target_content)
 
+    def compare_slots(
+        self, ref: StoredRecord, ref_slot: StoredSlot, target: StoredRecord, target_slot: StoredSlot
+    ) -> Difference:
+        """Difference of what two slots hold, laid out anew where what stands behind them is."""
+        link = self.laid_out(ref, ref_slot, target, target_slot)
+        if link is not None:
+            return self.compare(link)
+        return self.comparer.compare(
+            self.ref.held_content(ref, ref_slot), self.target.held_content(target, target_slot)
+        )
+
+    def laid_out(
+        self, ref: StoredRecord, ref_slot: StoredSlot, target: StoredRecord, target_slot: StoredSlot
+    ) -> Link | None:
+        """The link that says how the target's slot is laid out of the reference's, which has another size."""
+        if math.prod(ref_slot.shape) == math.prod(target_slot.shape):
+            return None
+        first, second = self.ref.origins(ref, ref_slot), self.target.origins(target, target_slot)
+        if (
+            len(first) != 1
+            or len(second) != 1
+            or not all(o.whole and o.same_order for o in (*first, *second))
+        ):
+            return None
+        for link in self.links.get(second[0].value, ()):
+            layout = self.comparer.layout(link.ref_content)
+            if link.ref == first[0].value and layout is not None and layout == layout.in_order:
+                return link
+        return None
+
     def add(self, link: Link) -> None:
         known = self.links[link.target]
         if any(k.ref == link.ref and k.target_content == link.target_content for k in known):
@@ -140,8 +171,8 @@ def module_slots(
 ) -> list[tuple[StoredSlot, StoredSlot]]:
     """Inputs and outputs of two calls that mean the same.
 
-    Of one name; of those left, of equal content; then in order and of one size. Inputs that several could be
-    stay alone.
+    Of one name; of those left, of equal content; then in order and of one size; last where one is laid out of
+    the other. Inputs that several could be stay alone.
     """
     found, left = [], []
     theirs = {(slot.role, slot.name): slot for slot in ref.slots if slot.is_tensor}
@@ -167,6 +198,11 @@ def module_slots(
             if fitting:
                 found.append((theirs.pop(fitting[0]), slot))
                 left.remove(slot)
+    for slot in left:
+        for key, twin in list(theirs.items()):
+            if twin.role == slot.role and pairing.laid_out(ref, twin, target, slot) is not None:
+                found.append((theirs.pop(key), slot))
+                break
     return found
 
 

@@ -8,7 +8,7 @@ interleaved by head, permuted or padded with zeros. How it is laid out is said (
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dispatch_trace.align.canon import dtype_class
-from dispatch_trace.align.content import Comparer, Layout
+from dispatch_trace.align.content import OWN, ZEROS, Comparer, Layout
 from dispatch_trace.align.graph import Program
 from dispatch_trace.metrics import coarser, round_to
 from dispatch_trace.schema import StoredRecord
@@ -28,8 +28,6 @@ _MIN_FOUND = 0.5
 # Rows shorter than this equal others by chance.
 _MIN_ROW = 8
 _MAX_ROWS = 1 << 20
-_ZERO = -1
-_LOST = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,8 @@ class _Weights:
                 if total > _MAX_ROWS:
                     return
                 for number, line in enumerate(lines):
-                    rows.setdefault(line.tobytes(), (record.seq, axis, number))
+                    if np.any(line):  # zeros are anybody's
+                        rows.setdefault(line.tobytes(), (record.seq, axis, number))
         if not rows:
             return
         for target in list(self._left[1].values()):
@@ -194,17 +193,19 @@ class _Weights:
     ) -> tuple[tuple[StoredRecord, ...], Layout] | None:
         axes = Counter(place[1] for place in places if place[2] >= 0)
         ref_axis = axes.most_common(1)[0][0]
-        places = [p if p[2] < 0 or p[1] == ref_axis else (0, 0, _LOST) for p in places]
-        _fill(places)
-        if any(place[2] == _LOST for place in places):
-            return None
+        places = [p if p[2] < 0 or p[1] == ref_axis else (0, 0, OWN) for p in places]
+        hit = {place[0] for place in places if place[2] >= 0}
+        _fill(places, {seq: self._left[0][seq].slots[0].shape[ref_axis] for seq in hit})
+        found = max(n for n, place in enumerate(places) if place[2] >= 0)
+        if any(place[2] == OWN for place in places[:found]):
+            return None  # what lies behind the last row that was found is padding, whatever it holds
         order = list(dict.fromkeys(place[0] for place in places if place[2] >= 0))
         # In the order of the reference: a set of contents says nothing about which is which.
         order.sort()
         parts = tuple(self._left[0][seq] for seq in order)
         sizes = [part.slots[0].shape[ref_axis] for part in parts]
         starts = dict(zip(order, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
-        index = tuple(_ZERO if n < 0 else starts[seq] + n for seq, _, n in places)
+        index = tuple(n if n < 0 else starts[seq] + n for seq, _, n in places)
         return parts, Layout(
             parts=tuple(part.slots[0].content for part in parts),
             sizes=tuple(sizes),
@@ -225,6 +226,12 @@ class _Weights:
 
         for seq, (_, layout) in layouts.items():
             kinds[kind(seq, layout)][shape(layout)] += 1
+        for pair in self.found:  # those that are laid out as in the reference
+            slot = pair.target.slots[0]
+            if pair.layout is None and slot.shape == pair.ref[0].slots[0].shape and len(slot.shape) == 2:
+                for axis, size in enumerate(slot.shape):
+                    plain = axis, axis, tuple(range(size))
+                    kinds[slot.shape, pair.target.name, (size,)][plain] += 1
         for seq, (parts, layout) in list(layouts.items()):
             target = self._left[1][seq]
             common, count = kinds[kind(seq, layout)].most_common(1)[0]
@@ -261,16 +268,22 @@ def _home(record: StoredRecord) -> tuple[str, str]:
 
 
 def _missing(line: Array) -> tuple[int, int, int]:
-    return (0, 0, _LOST) if np.any(line) else (0, 0, _ZERO)
+    return (0, 0, OWN) if np.any(line) else (0, 0, ZEROS)
 
 
-def _fill(places: list[tuple[int, int, int]]) -> None:
-    """Rows that were not found follow the row before them, or come before the row after them."""
+def _fill(places: list[tuple[int, int, int]], sizes: Mapping[int, int]) -> None:
+    """Rows that were not found follow the row before them, or come before the row after them.
+
+    Args:
+      sizes: rows of each parameter.
+    """
+    used = {(seq, number) for seq, _, number in places if number >= 0}
     for step in (1, -1):
         walk = range(len(places)) if step == 1 else range(len(places) - 1, -1, -1)
         for i in walk:
             j = i - step
-            if places[i][2] == _LOST and 0 <= j < len(places) and places[j][2] >= 0:
+            if places[i][2] == OWN and 0 <= j < len(places) and places[j][2] >= 0:
                 seq, axis, number = places[j]
-                if number + step >= 0:
+                if 0 <= number + step < sizes[seq] and (seq, number + step) not in used:
                     places[i] = seq, axis, number + step
+                    used.add((seq, number + step))

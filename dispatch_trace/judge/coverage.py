@@ -122,9 +122,7 @@ class _Rows:
                 and len(outputs) > 1
                 and not self._pairing.target.consumers.get((target.seq, slot.index))
             )
-            difference = self._pairing.comparer.compare(
-                self._pairing.ref.held_content(ref, twin), self._pairing.target.held_content(target, slot)
-            )
+            difference = self._pairing.compare_slots(ref, twin, target, slot)
             if target.seq in self._weights:
                 laid_out = self._pairing.links.get((target.seq, slot.index), ())
                 difference = next(map(self._pairing.compare, laid_out), difference)

@@ -118,10 +118,7 @@ class ModuleBlame:
             twin = theirs.get(slot.name)
             if slot.role != role or not slot.is_tensor or twin is None:
                 continue
-            found = self._pairing.comparer.compare(
-                self._pairing.ref.held_content(ref, twin),
-                self._pairing.target.held_content(call.record, slot),
-            )
+            found = self._pairing.compare_slots(ref, twin, call.record, slot)
             error = 1.0 if found.nonfinite else found.rho
             if found.known and (worst.difference is None or error > worst.error):
                 worst = _Border(error, slot, found)

@@ -233,9 +233,7 @@ class RoundJudge:
 
     def _output(self, ref: StoredRecord, a: StoredSlot, target: StoredRecord, b: StoredSlot) -> Output:
         noise = self._noise
-        difference = self._pairing.comparer.compare(
-            self._pairing.ref.held_content(ref, a), self._target.held_content(target, b)
-        )
+        difference = self._pairing.compare_slots(ref, a, target, b)
         here, clean, flags, suspicious = noise.slot_noise(target, b)
         ref_noise = max(
             (
