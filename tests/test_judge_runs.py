@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from aligning import batch, changed, net, record
-from command_line import dispatch_trace as command
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch_trace as dt
+from dispatch_trace import cli
 
 
 class Unsteady(TorchDispatchMode):
@@ -120,12 +120,13 @@ def test_a_golden_run_in_lower_precision_than_the_reference_is_left_out(tmp_path
     assert not any("left out" in n for n in dt.align(ref, target, golden=wide).notices)
 
 
-def test_more_reference_runs_on_the_command_line(tmp_path: Path) -> None:
+def test_more_reference_runs_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [varied(tmp_path / f"run{i}", i * 1e-5) for i in range(2)]
     target = varied(tmp_path / "target", 0.5e-5)
-    assert command("align", runs[0], target).returncode == 1
-    done = command("align", runs[0], target, "--ref-run", runs[1])
-    assert done.returncode == 0 and "2 runs of the reference" in done.stdout, done.stdout
+    assert cli.main(["align", str(runs[0]), str(target)]) == 1
+    assert "runs of the reference" not in capsys.readouterr().out
+    assert cli.main(["align", str(runs[0]), str(target), "--ref-run", str(runs[1])]) == 0
+    assert "2 runs of the reference" in capsys.readouterr().out
 
 
 def test_no_reference_at_all_is_an_error(tmp_path: Path) -> None:

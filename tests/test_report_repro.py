@@ -6,28 +6,62 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from aligning import align_models, batch, changed, net, record
-from command_line import dispatch_trace as command
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch_trace as dt
+from dispatch_trace import cli
 from dispatch_trace.report.repro import Repro
 
 # No import of this package, nor of the tests: `-I` leaves the directory and the environment's paths out.
 ISOLATED = [sys.executable, "-I", "-W", "error"]
 
 
-def run_script(script: Path) -> tuple[int, str]:
-    done = subprocess.run([*ISOLATED, str(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode in (0, 1) and not done.stderr, done.stderr
-    return done.returncode, done.stdout
+# Imports what a repro may import, once, then runs each script that is named to it in a process forked off
+# before anything was computed: importing torch takes longer than all that a script does.
+FORKING = """
+import os, runpy, sys
+import safetensors.torch, torch
+for line in sys.stdin:
+    script, out = line.rstrip("\\n").split("\\t")
+    if not os.fork():
+        file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1), os.dup2(file, 2)
+        sys.argv = [script]
+        runpy.run_path(script, run_name="__main__")  # leaves by sys.exit
+        sys.exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+RunScript = Callable[[Path], tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunScript]:
+    """Runs a script in a process of its own: its exit status and what it printed."""
+    out = tmp_path_factory.mktemp("printed") / "out.txt"
+    with subprocess.Popen(
+        [*ISOLATED, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as forking:
+        assert forking.stdin is not None and forking.stdout is not None
+        asked, answers = forking.stdin, forking.stdout
+
+        def run(script: Path) -> tuple[int, str]:
+            print(script, out, sep="\t", file=asked, flush=True)
+            status, printed = answers.readline(), out.read_text()
+            assert status in ("0\n", "1\n") and "Traceback" not in printed and "Warning" not in printed, (
+                printed
+            )
+            return int(status), printed
+
+        yield run
+        asked.close()
 
 
 def errors(printed: str) -> dict[tuple[str, str], float]:
@@ -86,7 +120,7 @@ class FaultyKernel(TorchDispatchMode):
     ids=["parameter", "argument", "missing-op", "extra-op", "wiring"],
 )
 def test_another_program_shows_against_the_reference_only(
-    tmp_path: Path, change: Callable[[Any], Any], label: str, op: str, save: str
+    tmp_path: Path, run_script: RunScript, change: Callable[[Any], Any], label: str, op: str, save: str
 ) -> None:
     alignment = align_models(tmp_path, net(), changed(change), batch(), save=save)
     assert alignment.first is not None and (alignment.first.label, alignment.first.op) == (label, op)
@@ -110,7 +144,7 @@ def test_another_program_shows_against_the_reference_only(
     ids=["scaled", "one-element", "nan"],
 )
 def test_a_faulty_kernel_shows_against_its_own_rerun(
-    tmp_path: Path, fault: Callable[[torch.Tensor], object]
+    tmp_path: Path, run_script: RunScript, fault: Callable[[torch.Tensor], object]
 ) -> None:
     ref = record(tmp_path / "ref", net(), batch())
     with FaultyKernel(fault):
@@ -125,7 +159,7 @@ def test_a_faulty_kernel_shows_against_its_own_rerun(
     assert found["rerun", "reference"] < 1e-6
 
 
-def test_a_value_within_noise_exits_with_0(tmp_path: Path) -> None:
+def test_a_value_within_noise_exits_with_0(tmp_path: Path, run_script: RunScript) -> None:
     alignment = align_models(tmp_path, net(), changed(scale_weight), batch())
     repro = alignment.repro(tmp_path / "repro")
     from safetensors import safe_open
@@ -139,7 +173,7 @@ def test_a_value_within_noise_exits_with_0(tmp_path: Path) -> None:
     assert status == 0 and "no fault above noise" in printed
 
 
-def test_in_place_ops_and_views_are_replayed_as_they_alias(tmp_path: Path) -> None:
+def test_in_place_ops_and_views_are_replayed_as_they_alias(tmp_path: Path, run_script: RunScript) -> None:
     class InPlace(nn.Module):
         def __init__(self, factor: float) -> None:
             super().__init__()
@@ -156,7 +190,9 @@ def test_in_place_ops_and_views_are_replayed_as_they_alias(tmp_path: Path) -> No
     assert status == 1 and errors(printed)["recorded", "rerun"] == 0.0
 
 
-def test_ops_that_cannot_run_again_take_their_recorded_results_and_this_is_said(tmp_path: Path) -> None:
+def test_ops_that_cannot_run_again_take_their_recorded_results_and_this_is_said(
+    tmp_path: Path, run_script: RunScript
+) -> None:
     class Noisy(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.bernoulli(torch.sigmoid(x)) * x
@@ -194,15 +230,20 @@ def test_a_trace_that_holds_too_little_says_so(tmp_path: Path, options: dict[str
     assert not (tmp_path / "repro").exists()
 
 
-def test_the_command_line_writes_a_repro_and_keeps_the_status_of_the_verdict(tmp_path: Path) -> None:
+def test_the_command_line_writes_a_repro_and_keeps_the_status_of_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     align_models(tmp_path, net(), changed(change_eps), batch())
-    paths = (tmp_path / "ref-tensors", tmp_path / "target-tensors")
-    done = command("align", *paths, "--repro", tmp_path / "repro", "--json", tmp_path / "out.json")
-    assert done.returncode == 1 and "replays aten.native_layer_norm.default" in done.stdout, done.stderr
-    assert run_script(tmp_path / "repro" / "repro.py")[0] == 1
+    paths = [str(tmp_path / "ref-tensors"), str(tmp_path / "target-tensors")]
+    repro, facts, none = (str(tmp_path / name) for name in ("repro", "out.json", "none"))
+    assert cli.main(["align", *paths, "--repro", repro, "--json", facts]) == 1
+    assert "replays aten.native_layer_norm.default" in capsys.readouterr().out
+    # As whoever it was sent to does: a fresh interpreter, nothing imported for it.
+    done = subprocess.run([*ISOLATED, f"{repro}/repro.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and not done.stderr, done.stderr
     assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "diverged"
-    same = command("align", paths[0], paths[0], "--repro", tmp_path / "none")
-    assert same.returncode == 0 and "not written: the alignment has no finding" in same.stdout
+    assert cli.main(["align", paths[0], paths[0], "--repro", none]) == 0
+    assert "not written: the alignment has no finding" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
 
 
