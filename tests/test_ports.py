@@ -15,6 +15,7 @@ from aligning import net, record
 from torch import nn
 
 import dispatch_trace as dt
+from dispatch_trace.align import weights
 from dispatch_trace.align.lineup import pair_traces
 from dispatch_trace.store.reader import open_ranks
 
@@ -181,6 +182,15 @@ def test_what_no_output_depends_on_is_no_finding(
 ) -> None:
     alignment = dt.align(pairs["packed"].ref, pairs["packed"].target(change))
     assert alignment.verdict == "match", (alignment.reasons, alignment.first)
+
+
+def test_it_is_said_when_weights_are_too_many_to_look_through(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_MAX_ROWS", 100)
+    alignment = dt.align(pairs["llama"].ref, pairs["llama"].target(), twins=False)
+    assert alignment.verdict != "diverged"
+    assert any("more than 100 rows" in notice for notice in alignment.notices), alignment.notices
 
 
 def test_models_that_have_nothing_in_common_never_match(pairs: dict[str, Pair], tmp_path: Path) -> None:

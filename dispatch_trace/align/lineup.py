@@ -50,24 +50,27 @@ def pair_traces(
 
     models, renames = pair_models(ref, target), Renames(rename)
     ref, target = named_alike(ref, target, models, renames.apply)
+    ops = not lacks_operands(ref, target)
     plan = pair_steps(ref, target, models, steps)
     if plan is not None:
         found = [
-            _round(plan, number, ref, target, cut, models, renames, reading)
+            _round(plan, number, ref, target, ops, cut, models, renames, reading)
             for number in range(max(len(plan.rounds), 1))
         ]
         found[0].others = found[1:]
     else:
         pairing = Pairing(
-            Program(ref, steps=steps, progress=reading("reading the reference")),
-            Program(target, steps=steps, progress=reading("reading the target")),
+            Program(ref, steps=steps, ops=ops, progress=reading("reading the reference")),
+            Program(target, steps=steps, ops=ops, progress=reading("reading the target")),
             Comparer(ref, target, cut),
             models,
             renames,
             steps,
             unpaired=unpaired_steps(ref, target, steps),
         )
-        pairing.weights = find_structure(pairing.ref, pairing.target, pairing.comparer, models, renames)
+        pairing.weights = find_structure(
+            pairing.ref, pairing.target, pairing.comparer, models, renames, pairing.notices
+        )
         pairing.calls = pair_calls(pairing.ref, pairing.target, models, renames)
         found = [pairing]
     for pairing in found:
@@ -78,11 +81,25 @@ def pair_traces(
     return found[0]
 
 
+def lacks_operands(ref: RankReader, target: RankReader) -> bool:
+    """Whether ops are to be left out: a side did not record what they read, and modules stand for them.
+
+    Without operands nothing links an op to those before it: the last would be blamed for the first one's fault.
+    """
+    options = [reader.header.get("options") or {} for reader in (ref, target)]
+    if any(given.get("level") != "op" for given in options):
+        return False
+    if all(given.get("inputs") is not False for given in options):
+        return False
+    return all(next(reader.records(kind="module"), None) is not None for reader in (ref, target))
+
+
 def _round(
     plan: StepPlan,
     number: int,
     ref: RankReader,
     target: RankReader,
+    ops: bool,
     cut: Rows | None,
     models: dict[str, str],
     renames: Renames,
@@ -100,7 +117,7 @@ def _round(
         for reader, keys, out in zip((ref, target), shown, plan.left_out, strict=True)
     ]
     programs = [
-        Program(lens, progress=reading(f"reading the {name}"))
+        Program(lens, ops=ops, progress=reading(f"reading the {name}"))
         for lens, name in zip(lenses, ("reference", "target"), strict=True)
     ]
     for program, lens in zip(programs, lenses, strict=True):

@@ -95,6 +95,7 @@ class Pairing:
       floors: relative errors that runs of the reference have among themselves, by value of the reference.
       unpaired: numbers of steps that only the reference, and only the target, has.
       weights: parameters that pair by content, where names say nothing.
+      notices: what people should know of it.
       whole: values, of either side, whose layouts are compared: that takes all elements.
     """
 
@@ -115,6 +116,7 @@ class Pairing:
     floors: dict[Value, float] = field(default_factory=dict)
     unpaired: tuple[list[int], list[int]] = ([], [])
     weights: list[WeightPair] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     whole: tuple[set[Value], set[Value]] = field(default_factory=lambda: (set(), set()))
 
     @property

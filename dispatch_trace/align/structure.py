@@ -120,12 +120,18 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def find_structure(
-    ref: Program, target: Program, comparer: Comparer, models: Mapping[str, str], renames: Renames
+    ref: Program,
+    target: Program,
+    comparer: Comparer,
+    models: Mapping[str, str],
+    renames: Renames,
+    notices: list[str],
 ) -> list[WeightPair]:
     """Pairs modules and parameters that neither paths nor rules pair; nothing where those suffice.
 
     Args:
       renames: takes the module pairs (`Renames.found`).
+      notices: takes what people should know.
     Returns: parameters that pair by content.
     """
     theirs, ours = ({call.path for call in program.calls.values()} for program in (ref, target))
@@ -140,7 +146,7 @@ def find_structure(
         named = target.params.get((models.get(model, model), renames.by_rule(path), name), ())
         if named and (path in pinned or path not in theirs):
             taken |= {(0, versions[0].seq), (1, named[0].seq)}
-    weights = pair_weights(ref, target, comparer, taken)
+    weights = pair_weights(ref, target, comparer, taken, notices)
     renames.found = pair_modules(theirs, ours, weights, pinned) | pinned
     return weights + pair_roles(ref, target, weights, renames.found, taken)
 

@@ -7,6 +7,7 @@ interleaved by head, permuted or padded with zeros. How it is laid out is said (
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,21 @@ def pair_weights(
     target: Program,
     comparer: Comparer,
     taken: Collection[tuple[int, int]],
+    notices: list[str],
 ) -> list[WeightPair]:
     """Pairs the first versions of parameters by content.
 
     Args:
       taken: records that are paired already: (0 for the reference's or 1, seq).
+      notices: takes what people should know.
     """
-    return _Weights(ref, target, comparer, taken).found
+    found = _Weights(ref, target, comparer, taken)
+    if found.too_many:
+        notices.append(
+            f"weights were not looked for row by row: the reference has more than {_MAX_ROWS:,} rows and"
+            " columns without partner"
+        )
+    return found.found
 
 
 class _Weights:
@@ -76,6 +85,7 @@ class _Weights:
             for side, program in enumerate(self._programs)
         )
         self.found: list[WeightPair] = []
+        self.too_many = False  # rows to look through
         self._by_hash()
         self._by_rounding()
         layouts = dict(self._by_rows())
@@ -116,28 +126,24 @@ class _Weights:
         for record in self._left[0].values():
             if dtype_class(record.slots[0].dtype) == "f":
                 by_shape[record.slots[0].shape].append(record)
-        sketches = {
-            record.seq: self._programs[0].reader.sketch(record.slots[0].content)
-            for records in by_shape.values()
-            for record in records
-        }
+        tables = {}
+        for shape, records in by_shape.items():
+            known = [(r, self._programs[0].reader.sketch(r.slots[0].content)) for r in records]
+            usable = [(r, s) for r, s in known if s is not None]
+            if usable:
+                tables[shape] = [r for r, _ in usable], np.stack([s for _, s in usable]).astype(np.float64)
         for target in list(self._left[1].values()):
             slot = target.slots[0]
             mine = self._programs[1].reader.sketch(slot.content)
-            candidates = [r for r in by_shape.get(slot.shape, ()) if r.seq in self._left[0]]
-            if mine is None or not candidates or dtype_class(slot.dtype) != "f":
+            if mine is None or slot.shape not in tables or dtype_class(slot.dtype) != "f":
                 continue
-            known = [(r, sketches[r.seq]) for r in candidates]
-            usable = [(r, s) for r, s in known if s is not None]
-            if not usable:
-                continue
-            table = np.stack([s for _, s in usable]).astype(np.float64)
+            candidates, table = tables[slot.shape]
             size = max(float(np.linalg.norm(mine)), 1e-300)
-            errors = np.linalg.norm(table - mine.astype(np.float64), axis=1) / size
-            at = int(errors.argmin())
-            if errors[at] <= 0.02:
-                alone = int((errors <= 0.02).sum()) == 1
-                self._pair([usable[at][0]], target, None, "rounded", 0.9 if alone else 0.6)
+            near = np.linalg.norm(table - mine.astype(np.float64), axis=1) / size
+            fitting = [at for at in np.flatnonzero(near <= 0.02) if candidates[at].seq in self._left[0]]
+            if fitting:
+                best = min(fitting, key=lambda at: float(near[at]))
+                self._pair([candidates[best]], target, None, "rounded", 0.9 if len(fitting) == 1 else 0.6)
 
     # Rows -------------------------------------------------------------------------------------------
 
@@ -149,16 +155,17 @@ class _Weights:
             for axis, lines in self._lines(0, record, rounding):
                 total += len(lines)
                 if total > _MAX_ROWS:
+                    self.too_many = True
                     return
                 for number, line in enumerate(lines):
                     if np.any(line):  # zeros are anybody's
-                        rows.setdefault(line.tobytes(), (record.seq, axis, number))
+                        rows.setdefault(_digest(line), (record.seq, axis, number))
         if not rows:
             return
         for target in list(self._left[1].values()):
             best: tuple[int, int, list[tuple[int, int, int]]] | None = None
             for axis, lines in self._lines(1, target, rounding):
-                places = [rows.get(line.tobytes(), _missing(line)) for line in lines]
+                places = [rows.get(_digest(line), _missing(line)) for line in lines]
                 hits = sum(place[2] >= 0 for place in places)
                 if hits >= max(_MIN_FOUND * len(places), 1) and (best is None or hits > best[0]):
                     best = hits, axis, places
@@ -247,15 +254,17 @@ class _Weights:
 
     def _siblings(self, layouts: dict[int, tuple[tuple[StoredRecord, ...], Layout]]) -> None:
         """Biases of weights that are laid out anew are laid out alike."""
+        homes: list[dict[tuple[str, str], list[StoredRecord]]] = [defaultdict(list), defaultdict(list)]
+        for left, home in zip(self._left, homes, strict=True):
+            for record in left.values():
+                if len(record.slots[0].shape) == 1:
+                    home[_home(record)].append(record)
         for pair in [p for p in self.found if p.layout is not None]:
             assert pair.layout is not None
-            for target in [r for r in self._left[1].values() if _home(r) == _home(pair.target)]:
-                if target.slots[0].shape != (len(pair.layout.index),):
+            for target in homes[1].get(_home(pair.target), []):
+                if target.seq not in self._left[1] or target.slots[0].shape != (len(pair.layout.index),):
                     continue
-                theirs = [
-                    [r for r in self._left[0].values() if _home(r) == _home(p) and len(r.slots[0].shape) == 1]
-                    for p in pair.ref
-                ]
+                theirs = [homes[0].get(_home(p), []) for p in pair.ref]
                 parts = [r[0] for r in theirs if len(r) == 1]
                 if tuple(p.slots[0].shape[0] for p in parts) == pair.layout.sizes:
                     contents = tuple(p.slots[0].content for p in parts)
@@ -265,6 +274,11 @@ class _Weights:
 
 def _home(record: StoredRecord) -> tuple[str, str]:
     return record.model, record.module
+
+
+def _digest(line: Array) -> bytes:
+    """Stands for the row: the rows themselves would be another copy of the model."""
+    return hashlib.blake2b(line.tobytes(), digest_size=16).digest()
 
 
 def _missing(line: Array) -> tuple[int, int, int]:

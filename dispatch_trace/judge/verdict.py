@@ -131,7 +131,7 @@ class RoundJudge:
         self._blame = Blame(noise)
         self._target: Program = pairing.target
         self._reasons: list[str] = []
-        self._notices: list[str] = []
+        self._notices = list(pairing.notices)
         self._reached: set[Value] = set()
         self.outputs: list[Output] = []
 
