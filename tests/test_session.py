@@ -241,10 +241,8 @@ def test_statistics_are_aligned_without_torch(traces: Path) -> None:
     assert done.stdout.split() == ["match", "False"], done.stderr
 
 
-@pytest.mark.parametrize(("level", "what"), [("op", "modules and ops"), ("module", "modules")])
-def test_inputs_that_one_side_did_not_record_are_said_not_to_be_compared(
-    tmp_path: Path, level: str, what: str
-) -> None:
+@pytest.mark.parametrize("level", ["op", "module"])
+def test_inputs_that_one_side_did_not_record_are_said_not_to_be_compared(tmp_path: Path, level: str) -> None:
     full = record(tmp_path / "full", net(), batch(), level=level)
     bare = record(tmp_path / "bare", net(), batch(), level=level, inputs=False)
     for ref, target, who in (
@@ -254,6 +252,23 @@ def test_inputs_that_one_side_did_not_record_are_said_not_to_be_compared(
     ):
         said = [n for n in dt.align(ref, target).notices if "inputs=False" in n]
         assert len(said) == 1 and said[0].startswith(f"{who} no inputs"), said
-        assert f"results were compared, not what {what} were handed" in said[0]
+        assert "only what modules returned was compared, not what they were handed" in said[0]
+        assert ("no ops" in said[0]) == (level == "op")
     again = record(tmp_path / "again", net(), batch(), level=level)
     assert not any("inputs" in notice for notice in dt.align(full, again).notices)
+
+
+@pytest.mark.parametrize("bare", [("target",), ("ref", "target")])
+def test_without_operands_modules_are_blamed_and_never_a_later_op(
+    tmp_path: Path, bare: tuple[str, ...]
+) -> None:
+    paths = [
+        record(tmp_path / name, model, batch(), inputs=name not in bare)
+        for name, model in (("ref", net()), ("target", changed(double_row)))
+    ]
+    first = dt.align(*paths).first
+    assert first is not None and first.op is None
+    assert first.module in ("blocks.1", "blocks.1.up")
+    other = record(tmp_path / "other", net(), batch() + 1, inputs=False)
+    again = dt.align(record(tmp_path / "same", net(), batch(), inputs=False), other)
+    assert not any("nondeterministic" in notice for notice in again.notices)

@@ -108,6 +108,7 @@ class Program:
         reader: RankReader,
         *,
         steps: Collection[int] | None = None,
+        ops: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.reader = reader
@@ -121,7 +122,8 @@ class Program:
         self._origins: dict[Value, tuple[Origin, ...]] = {}
         self._edges: dict[int, StoredSlot | None] = {}
         for count, record in enumerate(reader.records()):
-            if steps is not None and record.kind != "param" and record.step not in steps:
+            unwanted = steps is not None and record.kind != "param" and record.step not in steps
+            if unwanted or (record.kind == "op" and not ops):
                 self.deselected += 1
                 continue
             self.records[record.seq] = record

@@ -84,7 +84,7 @@ def pair_traces(
 def lacks_operands(ref: RankReader, target: RankReader) -> bool:
     """Whether ops are to be left out: a side did not record what they read, and modules stand for them.
 
-    Without operands nothing links an op to those before it: the last would be blamed for the first one's fault.
+    Without operands nothing links an op to those before it: the last would be blamed for what the first did.
     """
     options = [reader.header.get("options") or {} for reader in (ref, target)]
     if any(given.get("level") != "op" for given in options):

@@ -92,11 +92,12 @@ def _missing_inputs(ref: dict[str, Any], target: dict[str, Any]) -> list[str]:
     who = f"the {lacking[0]} holds" if len(lacking) == 1 else "both traces hold"
     if all(given.get("level") == "op" for given in options):
         return [
-            f"{who} no inputs (inputs=False): results were compared, not what modules and ops were handed; "
-            "without operands no op can be linked to those it read, so the first finding is where a "
-            "difference shows, not where it came in"
+            f"{who} no inputs (inputs=False): only what modules returned was compared, not what they were "
+            "handed, and no ops: nothing says what an op read"
         ]
-    return [f"{who} no inputs (inputs=False): results were compared, not what modules were handed"]
+    return [
+        f"{who} no inputs (inputs=False): only what modules returned was compared, not what they were handed"
+    ]
 
 
 def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> list[str]:

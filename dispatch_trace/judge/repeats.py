@@ -42,6 +42,8 @@ def first_unrepeated(ref: RankReader, other: RankReader) -> Finding | None:
         return None
     if ref.path.resolve() == other.path.resolve() or not (ref.complete and other.complete):
         return None
+    if (ref.header.get("options") or {}).get("inputs") is False:
+        return None  # nothing says that both were given the same
     first: tuple[StoredRecord, StoredRecord, StoredSlot] | None = None
     for a, b in itertools.zip_longest(ref.records(), other.records()):
         if (
