@@ -50,6 +50,20 @@ class Drawn(nn.Module):
         return torch.ops.dispatch_trace_bad_input.twice(y)  # type: ignore[no-any-return]
 
 
+def test_rename_rules_that_go_round_in_a_circle_swap_and_say_so(tmp_path: Path) -> None:
+    x = batch()
+    ref = record(tmp_path / "ref", net(), x)
+    target = net()
+    target.blocks[0], target.blocks[1] = target.blocks[1], target.blocks[0]  # type: ignore[index,operator]
+    found = dt.align(
+        ref,
+        record(tmp_path / "target", target, x),
+        rename={"blocks.0": "blocks.1", "blocks.1": "blocks.0"},
+    )
+    assert any("circle, 'blocks.0' -> 'blocks.1' -> 'blocks.0'" in notice for notice in found.notices)
+    assert found.verdict == "diverged", "the blocks run in the other order, with the same weights"
+
+
 def test_random_ops_take_their_recorded_draws(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Drawn("random")

@@ -73,6 +73,13 @@ def pair_traces(
         )
         pairing.calls = pair_calls(pairing.ref, pairing.target, models, renames)
         found = [pairing]
+    cycle = renames.cycle()
+    if cycle:
+        circle = " -> ".join(map(repr, [*cycle, cycle[0]]))
+        found[0].notices.append(
+            f"rename rules go round in a circle, {circle}: each is applied once, from a path of the "
+            "reference to one of the target"
+        )
     for pairing in found:
         _pair_ops(pairing, ignore_sizes=cut is not None or plan is not None, progress=progress)
         link(pairing)

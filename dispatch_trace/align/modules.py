@@ -45,6 +45,18 @@ class Renames:
         """The target's path for one of the reference."""
         return self.found[path] if path in self.found else self.by_rule(path)
 
+    def cycle(self) -> list[str]:
+        """Paths that rules send round in a circle, [] where none do."""
+        for start in self._plain:
+            chain = [start]
+            while (path := self._plain.get(chain[-1])) is not None and path != chain[-1]:
+                if path == start:
+                    return chain
+                if path in chain:
+                    break
+                chain.append(path)
+        return []
+
     def nearest(self, path: str) -> str:
         """The same; where trees differ, for a module without partner that of the nearest around it."""
         while self.found and path and path not in self.found:
