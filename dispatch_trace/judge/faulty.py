@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dispatch_trace.align.graph import Program
-from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.findings import Finding, Judgement, demoted
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.judge.sites import Sites
 from dispatch_trace.judge.verdict import Output, RoundJudge
@@ -26,8 +26,8 @@ def with_faults(round_judge: RoundJudge, judgement: Judgement, faults: Iterable[
     """The judgement with a finding for each fault.
 
     A fault is fatal where its result leads to a final output that is not the reference's bit for bit, unless
-    runs of the reference are as far from each other there. What
-    the estimates hold against ops behind the first fatal one becomes a suspect.
+    runs of the reference are as far from each other there. What the estimates hold against ops behind the
+    first fatal one becomes a suspect.
 
     Args:
       round_judge: by estimates; it has judged.
@@ -98,12 +98,9 @@ def _leading_to(target: Program, outputs: Iterable[Output]) -> set[int]:
 
 def _outdone(finding: Finding, first: int) -> Finding:
     """A fatal finding of the estimates at or behind a faulty op, as a suspect."""
-    if not finding.fatal or finding.judge != "estimates" or finding.label not in _OUTDONE:
+    if finding.judge != "estimates" or finding.label not in _OUTDONE or finding.seq < first:
         return finding
-    if finding.seq < first:
-        return finding
-    evidence = {"kind": finding.label, **finding.evidence, "refuted": "a faulty op stands before it"}
-    return replace(finding, label="suspect", fatal=False, evidence=evidence)
+    return demoted(finding, "a faulty op stands before it")
 
 
 def _hint(fault: Fault) -> str | None:

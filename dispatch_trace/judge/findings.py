@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from dispatch_trace.align.pairs import Pair
@@ -88,3 +88,11 @@ class Judgement:
     coverage: dict[str, Any]
     notices: list[str]
     reasons: list[str]
+
+
+def demoted(finding: Finding, why: str) -> Finding:
+    """A fatal finding as a suspect that keeps its label as evidence; others as they are."""
+    if not finding.fatal:
+        return finding
+    evidence = {"kind": finding.label, **finding.evidence, "refuted": why}
+    return replace(finding, label="suspect", fatal=False, evidence=evidence)

@@ -28,7 +28,7 @@ from dispatch_trace.executable import check_executable
 from dispatch_trace.judge.casts import lone_casts
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.faulty import with_faults
-from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.findings import Finding, Judgement, demoted
 from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.sites import Sites
 from dispatch_trace.judge.verdict import Output, RoundJudge
@@ -143,8 +143,11 @@ def _with_replay(
         if progress is not None:
             progress(done, total, "running each op of the target again")
 
-    replayed = find_faults(first.noise, running)
-    return with_faults(first, judgement, replayed.faults)
+    try:
+        faults = find_faults(first.noise, running)
+    except DispatchTraceError as error:  # a shard that cannot be read, say
+        return _noticed(judgement, f"the target's ops were not run again one by one: {error}")
+    return with_faults(first, judgement, faults)
 
 
 def _why_not(pairing: Pairing) -> str:
@@ -220,7 +223,7 @@ class _Joined:
     # The target is another program --------------------------------------------------------------------
 
     def _other_program(self, fatal: list[Finding]) -> Judgement:
-        listed = [_demoted(f, "the two programs part elsewhere") for f in self._estimates.findings]
+        listed = [demoted(f, "the two programs part elsewhere") for f in self._estimates.findings]
         known = {(f.module, f.call, f.step, f.op) for f in fatal}
         rest = [f for f in listed if (f.module, f.call, f.step, f.op) not in known]
         return replace(self._estimates, findings=[*fatal, *rest, *self._healed([*fatal, *rest])])
@@ -230,7 +233,7 @@ class _Joined:
     def _same_program(self) -> Judgement:
         sound = self._is_computed_well()
         findings = [
-            _demoted(f, "both programs give the same outputs in float64")
+            demoted(f, "both programs give the same outputs in float64")
             if f.fatal and sound and not self._stands(f)
             else f
             for f in self._estimates.findings
@@ -353,13 +356,6 @@ def _signed(judgement: Judgement, judge: str) -> Judgement:
 
 def _noticed(judgement: Judgement, notice: str) -> Judgement:
     return replace(judgement, notices=[*judgement.notices, notice])
-
-
-def _demoted(finding: Finding, why: str) -> Finding:
-    if not finding.fatal:
-        return finding
-    evidence = {"kind": finding.label, **finding.evidence, "refuted": why}
-    return replace(finding, label="suspect", fatal=False, evidence=evidence)
 
 
 __all__ = ["judge"]

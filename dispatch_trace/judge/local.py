@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,12 +21,13 @@ from dispatch_trace import execute
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import SKETCH_FLOOR
 from dispatch_trace.align.graph import Program
-from dispatch_trace.errors import DispatchTraceError, NotExecutableError
+from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.estimates import ACCUMULATOR, gains_of, own_noise, roundoff
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.sketch import fold, relative_distance
+from dispatch_trace.store.reader import RankReader
 
 # Error as a whole, in units of tau; correct rounding alone makes 0.42, one unit too many 1.5.
 WHOLE = 1.25
@@ -92,45 +93,24 @@ class _Errors:
     numel: int
 
 
-@dataclass(slots=True)
-class Replay:
-    """What a replay of the target's ops found.
-
-    Attributes:
-      faults: in the order in which the target ran.
-      compared, equal: records with a hash, and those whose hash came back.
-      why: why nothing could be replayed, "" where it could.
-    """
-
-    faults: list[Fault] = field(default_factory=list)
-    compared: int = 0
-    equal: int = 0
-    why: str = ""
-
-
-def find_faults(noise: NoisePass, progress: Callable[[int, int], None] | None = None) -> Replay:
-    """Replays the target's ops on their own recorded inputs.
+def find_faults(noise: NoisePass, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
+    """Replays the target's ops on their own recorded inputs; faults in the order in which it ran.
 
     Args:
       noise: of the recordings; for sizes, borders and what was declared.
       progress: called with (records done, records in all).
+    Raises:
+      DispatchTraceError: the target cannot be executed, or cannot be read.
     """
-    found = Replay()
     execution = Execution()
     tested: list[_Tested] = []
-    reader = noise.pairing.target.reader
-    try:
-        for record, values, differing in execute.replay(reader, execution=execution, progress=progress):
-            own = {d.slot: d.why for d in differing if not d.why.startswith("inherited")}
-            for slot in record.slots:
-                if slot.role != "in" and slot.name in own:
-                    tested += _test(noise, record, slot, values, own[slot.name] == "differs")
-    except DispatchTraceError as error:
-        found.why = str(error)
-        return found
-    found.compared, found.equal = execution.compared, execution.equal
-    found.faults = list(_faults(tested, noise.pairing.target, execution))
-    return found
+    target = noise.pairing.target
+    for record, values, differing in execute.replay(target.reader, execution=execution, progress=progress):
+        own = {d.slot: d.why for d in differing if not d.why.startswith("inherited")}
+        for slot in record.slots:
+            if slot.role != "in" and slot.name in own:
+                tested += _test(noise, record, slot, values, own[slot.name] == "differs")
+    return list(_faults(tested, target, execution))
 
 
 def _faults(tested: list[_Tested], target: Program, execution: Execution) -> Iterator[Fault]:
@@ -171,11 +151,7 @@ def _test(
     if native is None or native.layout != torch.strided or native.is_quantized:
         return
     inputs = {name: value for name, value in values.items() if name.startswith("in.")}
-    try:
-        again = execute.execute_on(reader, record, inputs, None).get(slot.name)
-    except NotExecutableError:
-        again = None
-    repeatable = same_machine and again is not None and _same_bits(again, native)
+    repeatable = same_machine and _repeats(reader, record, slot, inputs, native)
     if not reader.content(slot.content).has_data:
         how, evidence = _measure_sketch(noise, record, slot, native, _truth(noise, record, slot, inputs))
         yield _Tested(record, slot, how, evidence, repeatable)
@@ -196,8 +172,15 @@ def _test(
     yield _Tested(record, slot, how, evidence, repeatable)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+def _repeats(
+    reader: RankReader, record: StoredRecord, slot: StoredSlot, inputs: Values, native: torch.Tensor
+) -> bool:
+    """Whether the op gives the same here once more."""
+    try:
+        again = execute.execute_on(reader, record, inputs, None).get(slot.name)
+    except NotExecutableError:
+        return False
+    return again is not None and torch.equal(again.nan_to_num(), native.nan_to_num())
 
 
 def _truth(noise: NoisePass, record: StoredRecord, slot: StoredSlot, inputs: Values) -> torch.Tensor | None:
@@ -312,4 +295,4 @@ def _largest_gain(noise: NoisePass, record: StoredRecord, slot: StoredSlot) -> f
     return max((g for _, g in gains if math.isfinite(g)), default=1.0)
 
 
-__all__ = ["Fault", "Replay", "find_faults"]
+__all__ = ["Fault", "find_faults"]
