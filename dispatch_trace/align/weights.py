@@ -7,7 +7,6 @@ interleaved by head, permuted or padded with zeros. How it is laid out is said (
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import OWN, ZEROS, Comparer, Layout
@@ -278,7 +278,7 @@ def _home(record: StoredRecord) -> tuple[str, str]:
 
 def _digest(line: Array) -> bytes:
     """Stands for the row: the rows themselves would be another copy of the model."""
-    return hashlib.blake2b(line.tobytes(), digest_size=16).digest()
+    return xxhash.xxh3_128_digest(line.tobytes())
 
 
 def _missing(line: Array) -> tuple[int, int, int]:
