@@ -302,6 +302,7 @@ def align(
         target=str(second.path),
         options=_given(
             golden=None if third is None else str(third.path),
+            refs=[str(trace.path) for trace in more] or None,
             rename=rename,
             rows=rows,
             declared=declared,

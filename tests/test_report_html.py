@@ -105,6 +105,9 @@ def test_the_command_gives_every_option_again() -> None:
         "dispatch-trace align r 't x' --rename 'a b=c' --declared 'matmul bf16' --step 0 --step 2 "
         "--tolerance 0.001 --exact --html report.html"
     )
+    assert command("r", "t", {"refs": ["r2", "r 3"]}).startswith(
+        "dispatch-trace align r t --ref-run r2 --ref-run 'r 3' "
+    )
     assert command("r", "t", {"rows": {"dim": 0, "keep": 2}}).startswith("dt.align('r', 't', rows={'dim': 0")
 
 

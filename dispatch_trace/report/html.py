@@ -120,6 +120,8 @@ def command(ref: str, target: str, options: Mapping[str, Any]) -> str:
     for name, value in options.items():
         if name == "golden":
             words += ["--golden", str(value)]
+        elif name == "refs":
+            words += [word for path in value for word in ("--ref-run", path)]
         elif name == "rename":
             words += [word for old, new in value.items() for word in ("--rename", f"{old}={new}")]
         elif name == "declared":
