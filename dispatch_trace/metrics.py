@@ -226,18 +226,35 @@ def worst_row(ref: Any, target: Any) -> tuple[tuple[int, ...], float]:
     Raises:
       ShapeMismatchError: the shapes differ.
     """
-    difference, scale = _difference(target, ref)
-    if difference.size == 0:
+    kept = max(1, np.ndim(as_numpy(ref)) - 1)
+    relative = errors_by(target, ref, tuple(range(kept)))
+    if relative.size == 0:
         return (), 0.0
-    if difference.ndim <= 1:
-        difference, scale = difference[..., None], scale[..., None]
-    with np.errstate(over="ignore"):
-        errors, norms = (np.sqrt((np.abs(x) ** 2).sum(-1)) for x in (difference, scale))
-    floor = float(np.median(norms[norms > 0])) if (norms > 0).any() else 0.0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(errors > 0, errors / np.maximum(norms, floor), 0.0)
     flat = int(relative.argmax())
     return tuple(int(i) for i in np.unravel_index(flat, relative.shape)), float(relative.reshape(-1)[flat])
+
+
+def errors_by(target: Any, ref: Any, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """The relative L2 error of every part that has one index along `axes`: of every row, channel, head.
+
+    ||target_part - ref_part|| over ||ref_part||, or over the median norm of the reference's parts that are
+    not zero where that is larger: nothing is divided by a part that is nearly zero.
+
+    Args:
+      target, ref: [*shape], same shape. A scalar is one part.
+      axes: dims that stay, from 0.
+    Returns: [*sizes of axes], unitless, >= 0; inf where a non-finite element faces another value.
+    Raises:
+      ShapeMismatchError: the shapes differ.
+    """
+    difference, scale = (np.atleast_1d(x) for x in _difference(target, ref))
+    others = tuple(dim for dim in range(difference.ndim) if dim not in axes)
+    with np.errstate(over="ignore"):
+        errors, norms = (np.sqrt((np.abs(x) ** 2).sum(others)) for x in (difference, scale))
+    floor = float(np.median(norms[norms > 0])) if (norms > 0).any() else 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative: npt.NDArray[np.float64] = np.where(errors > 0, errors / np.maximum(norms, floor), 0.0)
+    return relative.transpose(np.argsort(np.argsort(axes)))
 
 
 def derived(stats: Mapping[str, int | float | None]) -> dict[str, float | None]:
