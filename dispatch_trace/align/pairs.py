@@ -230,6 +230,20 @@ def paired_slots(
     return found
 
 
+def main_slots(
+    ref: StoredRecord | None, target: StoredRecord | None
+) -> tuple[StoredSlot | None, StoredSlot | None]:
+    """The outputs that a reader wants to see: the first whose values differ, else the first."""
+    ours, theirs = (
+        [] if record is None else [s for s in record.slots if s.role != "in" and s.is_tensor]
+        for record in (ref, target)
+    )
+    if ref is None or target is None:
+        return next(iter(ours), None), next(iter(theirs), None)
+    pairs = paired_slots(ref, ours, target, theirs)
+    return next(iter(pairs), (next(iter(ours), None), next(iter(theirs), None)))
+
+
 # Arguments of products go by different names in different ops.
 _PRODUCT_ROLES = {
     "addmm": {"in.self": "bias", "in.mat1": "input", "in.mat2": "weight"},

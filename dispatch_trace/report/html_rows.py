@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from dispatch_trace.align.lens import STRIDE
-from dispatch_trace.align.pairs import Pair, paired_slots
+from dispatch_trace.align.pairs import Pair, main_slots
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.report.listing import argument, stats_of, what
@@ -75,7 +75,7 @@ class Rows:
         if ref is None and finding is not None and target is not None:
             row = self.by_seq.get((0, target.rank, finding.ref_seq))
             ref = None if row is None else self.pairs[row].ref
-        slots = _main_slots(ref, target)
+        slots = main_slots(ref, target)
         first, second = (
             None if record is None else (record, slot)
             for record, slot in zip((ref, target), slots, strict=True)
@@ -188,20 +188,6 @@ def _by_seq(pairs: Sequence[Pair]) -> dict[tuple[int, int, int], int]:
             if record is not None:
                 found.setdefault((side, record.rank, record.seq), number)
     return found
-
-
-def _main_slots(
-    ref: StoredRecord | None, target: StoredRecord | None
-) -> tuple[StoredSlot | None, StoredSlot | None]:
-    """The outputs that a reader wants to see: the first whose values differ, else the first."""
-    ours, theirs = (
-        [] if record is None else [s for s in record.slots if s.role != "in" and s.is_tensor]
-        for record in (ref, target)
-    )
-    if ref is None or target is None:
-        return next(iter(ours), None), next(iter(theirs), None)
-    pairs = paired_slots(ref, ours, target, theirs)
-    return next(iter(pairs), (next(iter(ours), None), next(iter(theirs), None)))
 
 
 def _shape(slot: StoredSlot) -> str:
