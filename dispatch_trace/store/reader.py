@@ -13,6 +13,7 @@ import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,9 @@ class RankReader:
             raise TraceFormatError(
                 f"{path} has no readable header: {'; '.join(self.problems) or 'no frames'}"
             )
-        self.steps = sorted(steps.values(), key=lambda step: (step.step, step.model))
+        self._model_names = _model_names(self.header)
+        named = [replace(step, model=self._model_names.get(step.model, step.model)) for step in steps.values()]
+        self.steps = sorted(named, key=lambda step: (step.step, step.model))
         self.num_records = sum(entry.num_records for entry in self._entries)
         self.num_contents = sum(entry.num_contents for entry in self._entries)
         self._by_content = sorted(
@@ -411,7 +414,9 @@ class RankReader:
             with entry.path.open("rb") as file:
                 file.seek(entry.offset)
                 frame = RecordsFrame(
-                    msgpack.unpackb(file.read(entry.length), strict_map_key=False), self.rank
+                    msgpack.unpackb(file.read(entry.length), strict_map_key=False),
+                    self.rank,
+                    self._model_names,
                 )
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise TraceFormatError(
@@ -430,3 +435,11 @@ class RankReader:
             if entry.first_content <= id < entry.first_content + entry.num_contents:
                 return self._frame(index)
         raise KeyError(f"rank {self.rank} holds no content {id}")
+
+
+def _model_names(header: dict[str, Any]) -> dict[str, str]:
+    """Models that were given their name once the program had called a second one (docs/format.md)."""
+    names = header.get("model_names") or {}
+    if not isinstance(names, dict) or not all(isinstance(n, str) for pair in names.items() for n in pair):
+        raise TraceFormatError(f"the header's model_names are no map of names: {names!r}")
+    return names

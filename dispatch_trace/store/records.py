@@ -9,10 +9,11 @@ works column by column, with C-level calls (`attrgetter`, `zip`) wherever there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -191,10 +192,17 @@ class _Table:
 
 
 class RecordsFrame:
-    """One `records` frame, decoded as far as it was asked."""
+    """One `records` frame, decoded as far as it was asked.
 
-    def __init__(self, frame: dict[str, Any], rank: int) -> None:
+    Args:
+      model_names: models by the names they got later.
+    """
+
+    def __init__(
+        self, frame: dict[str, Any], rank: int, model_names: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._rank = rank
+        self._model_names = model_names
         self.num_records: int = frame["num_records"]
         self.num_contents: int = frame["num_contents"]
         self.first_content: int = frame["first_content"]
@@ -230,6 +238,9 @@ class RecordsFrame:
         rows: Sequence[int] = range(self.num_records)
         for name, wanted in where.items():
             if name in _RECORD_STRINGS:
+                if name == "model" and self._model_names:
+                    written = [old for old, new in self._model_names.items() if new == wanted]
+                    wanted = None if wanted in self._model_names else next(iter(written), wanted)
                 if wanted not in self.strings:
                     return ()
                 wanted = self.strings.index(wanted)
@@ -281,6 +292,9 @@ class RecordsFrame:
             record[name] for name in ("flags", "source_line", "source_file", "args", "num_slots")
         ]
         columns += [self._texts(record[name]) for name in _RECORD_STRINGS]
+        if self._model_names:
+            at = 5 + _RECORD_STRINGS.index("model")
+            columns[at] = [self._model_names.get(name, name) for name in columns[at]]
         columns += [record[name] for name in _RECORD_NUMBERS]
         return list(zip(*columns, strict=True))
 
