@@ -35,7 +35,6 @@ from dispatch_trace import execute
 from dispatch_trace.capture.frames import walk_modules
 from dispatch_trace.capture.ops import base_name
 from dispatch_trace.capture.regions import find_regions
-from dispatch_trace.capture.structure import flatten
 from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import (
     CaptureError,
@@ -45,6 +44,7 @@ from dispatch_trace.errors import (
     ShapeMismatchError,
 )
 from dispatch_trace.metrics import relative_l2
+from dispatch_trace.nested import flatten
 from dispatch_trace.patterns import closest_paths
 from dispatch_trace.schema import StoredRecord
 from dispatch_trace.store.reader import RankReader

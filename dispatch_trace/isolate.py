@@ -23,13 +23,13 @@ import torch
 from dispatch_trace import execute
 from dispatch_trace.align.pairs import Pair
 from dispatch_trace.capture.frames import walk_modules
-from dispatch_trace.capture.structure import flatten
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
 from dispatch_trace.execute_ops import Decoder, why_taken
 from dispatch_trace.execute_run import Execution, Run
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.metrics import relative_l2, worst_row
+from dispatch_trace.nested import flatten
 from dispatch_trace.notebook import html_table
 from dispatch_trace.patterns import select_modules
 from dispatch_trace.report.table import columns, module_name, number

@@ -22,9 +22,9 @@ import torch
 
 from dispatch_trace.capture.frames import Frame, walk_modules
 from dispatch_trace.capture.inline import ACTIVE
-from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.errors import CaptureError, ConfigError
+from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.neuron import lane
 from dispatch_trace.patterns import select_modules
 from dispatch_trace.registry import TensorRegistry

@@ -314,7 +314,7 @@ def check_observer(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> bool:
     import copy
     import tempfile
 
-    from dispatch_trace.capture.structure import flatten
+    from dispatch_trace.nested import flatten
 
     outputs = []
     with torch.random.fork_rng(devices=[]):

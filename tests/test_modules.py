@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dispatch_trace as dt
-from dispatch_trace.capture.structure import flatten
+from dispatch_trace.nested import flatten
 from dispatch_trace.store.reader import RankReader, open_ranks
 
 

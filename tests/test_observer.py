@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dispatch_trace as dt
-from dispatch_trace.capture.structure import flatten
+from dispatch_trace.nested import flatten
 from dispatch_trace.store.reader import open_ranks
 
 Made = tuple[nn.Module, tuple[Any, ...]]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dispatch_trace.capture.frames import Frame, resolve_path
-from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.registry import Entry, manual_name
 
 # (model, path) candidates of the name under which a hook registers.

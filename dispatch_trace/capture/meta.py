@@ -16,8 +16,8 @@ import torch
 from dispatch_trace.capture.frames import Frame
 from dispatch_trace.capture.ops import OpInfo, OpRecorder
 from dispatch_trace.capture.snapshot import dtype_name
-from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode
+from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.schema import LaterRecord, RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node

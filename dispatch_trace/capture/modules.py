@@ -28,8 +28,8 @@ from dispatch_trace.capture.frames import (
     resolve_path,
 )
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions
-from dispatch_trace.capture.structure import flatten, flatten_arguments
 from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.nested import flatten, flatten_arguments
 
 _MISSING = object()
 _current_node = torch._C._current_autograd_node

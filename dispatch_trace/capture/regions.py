@@ -21,9 +21,9 @@ from dispatch_trace import neuron
 from dispatch_trace.capture.captures import CaptureRecords
 from dispatch_trace.capture.compiled import Region, compile_context, num_graphs
 from dispatch_trace.capture.frames import Frame, ThreadState
-from dispatch_trace.capture.structure import flatten
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.errors import CaptureError, HookAfterCompileError
+from dispatch_trace.nested import flatten
 
 
 def find_regions(roots: Iterable[torch.nn.Module]) -> list[Region]:

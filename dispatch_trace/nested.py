@@ -29,7 +29,7 @@ def flatten(value: Any, name: str, depth: int = 0) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
         for key, item in list(value.items()):
-            found += flatten(item, name + _key(key), depth + 1)
+            found += flatten(item, name + slot_key(key), depth + 1)
         return found or [(name, value)]
     if isinstance(value, (list, tuple)):
         fields = getattr(value, "_fields", None)
@@ -39,12 +39,13 @@ def flatten(value: Any, name: str, depth: int = 0) -> list[tuple[str, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                found += flatten(getattr(value, field.name), name + _key(field.name), depth + 1)
+                found += flatten(getattr(value, field.name), name + slot_key(field.name), depth + 1)
         return found or [(name, value)]
     return [(name, value)]
 
 
-def _key(key: Any) -> str:
+def slot_key(key: Any) -> str:
+    """What a key of a container adds to a slot name."""
     if isinstance(key, str):
         return f".{key}" if key.isidentifier() else f"[{json.dumps(key)}]"
     if isinstance(key, int) and not isinstance(key, bool):
