@@ -503,6 +503,11 @@ def _settings(
             set_deterministic,
             header.get("deterministic", torch.are_deterministic_algorithms_enabled()),
         ),
+        (
+            torch._C._get_mkldnn_enabled,
+            torch._C._set_mkldnn_enabled,
+            header.get("onednn", torch._C._get_mkldnn_enabled()),
+        ),
     ]
 
 

@@ -110,6 +110,28 @@ def test_from_leaves_alone(tmp_path: Path) -> None:
     assert first is not None and (first.module, first.op) == ("blocks.2", "aten.gelu")
 
 
+@pytest.mark.parametrize(
+    ("overload", "number", "module"),
+    [("aten.gelu.default", 0, "blocks.0"), ("aten.addmm.default", 6, "head")],
+    ids=["the first of three", "the only one of its form"],
+)
+def test_a_unit_in_the_last_place_from_leaves_alone(
+    overload: str, number: int, module: str, tmp_path: Path
+) -> None:
+    first = aligned(tmp_path, Faulty(overload, number, ulp_up), save="leaves").first
+    assert first is not None and (first.module, first.op) == (module, overload.removesuffix(".default"))
+    assert first.evidence["test"] == "bits"
+
+
+def test_nothing_is_known_of_a_lone_kernel_on_another_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Faulty("aten.addmm.default", 6, ulp_up)
+    aligned(tmp_path, fault, save="leaves")
+    monkeypatch.setattr("dispatch_trace.judge.alone.processor_name", lambda: "another")
+    assert dt.align(tmp_path / "ref", tmp_path / "target").verdict == "match"
+
+
 def test_a_nan_that_the_op_does_not_make_here(tmp_path: Path) -> None:
     first = aligned(tmp_path, Faulty("aten.gelu.default", 0, not_a_number)).first
     assert first is not None and (first.module, first.label) == ("blocks.0", "nonfinite")
@@ -141,7 +163,8 @@ import sys, torch
 sys.path[:0] = sys.argv[3:]
 from aligning import Net, batch, net, record
 torch.backends.mkldnn.enabled = sys.argv[2] != "plain"
-record(sys.argv[1], net().to(torch.float32), batch(rows=64))
+for save in ("tensors", "leaves"):
+    record(f"{sys.argv[1]}-{save}", net().to(torch.float32), batch(rows=64), save=save)
 """
 
 
@@ -156,6 +179,7 @@ def test_other_sound_kernels_are_no_fault(
         kind = which if name == "target" else "usual"
         command = [sys.executable, "-c", OTHER_KERNELS, str(tmp_path / name), kind, *paths]
         subprocess.run(command, check=True, timeout=120)
-    found = dt.align(tmp_path / "ref", tmp_path / "target")
-    assert found.verdict == "match", found.findings[:2]
+    for save in ("tensors", "leaves"):
+        found = dt.align(tmp_path / f"ref-{save}", tmp_path / f"target-{save}")
+        assert found.verdict == "match", (save, found.findings[:2])
     assert isinstance(net(), Net)

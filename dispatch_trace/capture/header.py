@@ -18,6 +18,7 @@ from dispatch_trace.capture.frames import walk_modules
 from dispatch_trace.capture.snapshot import dtype_name
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import ConfigError
+from dispatch_trace.processor import processor_name
 from dispatch_trace.schema import SCHEMA_VERSION
 from dispatch_trace.sketch import SKETCH_PARAMETERS
 
@@ -28,6 +29,7 @@ _ENVIRONMENT = neuron.ENVIRONMENT | {
     "MKL_NUM_THREADS",
     "MKL_CBWR",
     "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
     "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -83,6 +85,8 @@ def trace_header(
         "inference_mode": torch.is_inference_mode_enabled(),
         "num_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor_name(),
+        "onednn": bool(torch.backends.mkldnn.enabled),
         "default_dtype": dtype_name(torch.get_default_dtype()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -10,19 +10,18 @@ alone does not come back where the others of its kind do to the last bit.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from dispatch_trace import execute
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import SKETCH_FLOOR
-from dispatch_trace.align.graph import Program
 from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
+from dispatch_trace.judge.alone import Siblings
 from dispatch_trace.judge.estimates import ACCUMULATOR, gains_of, own_noise, roundoff
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -40,15 +39,6 @@ BIAS = 1.0
 WORST = 8.0
 # Elements as large as masks are compared by themselves.
 MASK = 1e30
-# A result that does not come back is alone among those of one op on inputs of one form, if so many of them
-# come back and only so large a share does not.
-MIN_ALIKE = 3
-MAX_SHARE = 0.25
-# Where there are fewer: so many records of the program come back, so few do not, and the error is so much
-# more than that of this machine's kernel (another sound kernel makes the same: 1.01 for two of GELU).
-MIN_ANY = 20
-MAX_ANY = 0.05
-MARGIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +55,6 @@ class Fault:
     slot: StoredSlot
     how: str
     evidence: dict[str, Any]
-
-
-Form: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -110,37 +97,18 @@ def find_faults(noise: NoisePass, progress: Callable[[int, int], None] | None = 
         for slot in record.slots:
             if slot.role != "in" and slot.name in own:
                 tested += _test(noise, record, slot, values, own[slot.name] == "differs")
-    return list(_faults(tested, target, execution))
+    siblings = Siblings(noise.pairing, {t.record.seq: t.record for t in tested}.values(), execution)
+    return [fault for one in tested if (fault := _fault(one, siblings)) is not None]
 
 
-def _faults(tested: list[_Tested], target: Program, execution: Execution) -> Iterator[Fault]:
-    odd = Counter(_form(t.record) for t in tested)
-    forms = (
-        Counter(_form(r) for r in target.records.values() if r.kind == "op") if tested else Counter[Form]()
-    )
-    for one in tested:
-        form, how = _form(one.record), one.how
-        evidence = {**one.evidence, "of_its_kind": forms[form]}
-        if not how and one.repeatable and _is_alone(evidence, odd[form], odd.total(), execution):
-            how = "bits"
-        if how:
-            yield Fault(one.record, one.slot, how, {**evidence, "test": how})
-
-
-def _form(record: StoredRecord) -> Form:
-    """What decides which kernel runs: the op, and shapes, strides and dtypes of what it reads."""
-    inputs = [(s.name, s.shape, s.strides, s.dtype) for s in record.slots if s.role == "in" and s.is_tensor]
-    return (record.overload, *inputs)
-
-
-def _is_alone(evidence: dict[str, Any], odd: int, all_odd: int, execution: Execution) -> bool:
-    """Whether nearly all others of its form, else of the program, come back bit for bit."""
-    alike = evidence["of_its_kind"]
-    if alike - odd >= MIN_ALIKE:
-        return bool(odd <= MAX_SHARE * alike)
-    if execution.equal < MIN_ANY or all_odd > MAX_ANY * execution.compared:
-        return False
-    return bool(evidence.get("local_error", 0.0) > MARGIN * evidence.get("native_error", math.inf))
+def _fault(one: _Tested, siblings: Siblings) -> Fault | None:
+    how = one.how
+    if not how and one.repeatable and siblings.is_alone(one.record, one.evidence):
+        how = "bits"
+    if not how:
+        return None
+    evidence = {**one.evidence, **siblings.figures(one.record), "test": how}
+    return Fault(one.record, one.slot, how, evidence)
 
 
 def _test(

@@ -110,7 +110,15 @@ def setting_notices(ref: Sequence[RankReader], target: Sequence[RankReader]) -> 
         found.append("both traces are the same recording")
     found += _other_model(ours, theirs)
     found += _missing_inputs(ours, theirs)
-    for name in ("torch_version", "num_threads", "cpu_capability", "device", "grad_enabled"):
+    for name in (
+        "torch_version",
+        "num_threads",
+        "cpu_capability",
+        "processor",
+        "onednn",
+        "device",
+        "grad_enabled",
+    ):
         if name in ours and name in theirs and ours[name] != theirs[name]:
             what = name.replace("_", " ")
             found.append(f"{what}: {ours[name]} in the reference, {theirs[name]} in the target")

@@ -22,6 +22,8 @@ _SETTINGS = (
     "torch_version",
     "num_threads",
     "cpu_capability",
+    "processor",
+    "onednn",
     "device",
     "grad_enabled",
     "deterministic",
