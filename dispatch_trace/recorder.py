@@ -28,6 +28,7 @@ from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.modules import ModuleRecorder
 from dispatch_trace.capture.ops import OpRecorder
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions, same_bits
+from dispatch_trace.capture.roots import RootFinder
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, record_options
 from dispatch_trace.errors import CaptureError, ConfigError
@@ -135,6 +136,7 @@ class record:
         self._modules: ModuleRecorder | None = None
         self._regions: Regions | None = None
         self._mode: OpRecorder | None = None
+        self._finder: RootFinder | None = None  # set by a recording that nobody wrote into the program
         self._recursion_limit = 0
 
     def __enter__(self) -> record:
@@ -166,6 +168,7 @@ class record:
         )
         tracer = self._tracer = Tracer(writer, options, models)
         tracer.root_adopted = self._on_root_adopted
+        tracer.finder = self._finder
         _live.add(tracer)
         self._regions = Regions(tracer, self._recompile, self._check_outputs)
         self._modules = ModuleRecorder(tracer, self._regions)
@@ -180,8 +183,11 @@ class record:
             if options.level == "op":
                 mode = OpRecorder if options.wants_values else MetaRecorder
                 tracer.new_mode = functools.partial(mode, tracer)
-                self._mode = tracer.new_mode()
-                self._mode.start()
+                if self._finder is None:
+                    self._mode = tracer.new_mode()
+                    self._mode.start()
+                else:
+                    tracer.start_lasting_mode = self._start_mode
             ACTIVE.append(tracer)
         except BaseException:
             self._undo()
@@ -256,7 +262,8 @@ class record:
             if tracer in ACTIVE:
                 ACTIVE.remove(tracer)
         if self._mode is not None:
-            self._mode.stop()
+            if tracer is not None and tracer.state.number == 0:  # else another thread's, and it is inactive
+                self._mode.stop()
             self._mode = None
         if self._regions is not None:
             self._regions.release()
@@ -267,10 +274,26 @@ class record:
         if sys.getrecursionlimit() == 2 * self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
 
-    def _on_root_adopted(self, root: torch.nn.Module) -> None:
+    def _start_mode(self) -> bool:
+        """Puts the mode below all others of the thread that opened the recording, for good.
+
+        Where others are on it would outlive them, and they would take it off the stack instead of
+        themselves; False then, and the mode lasts for one call.
+        """
+        tracer = self._tracer
+        if tracer is None or self._mode is not None or tracer.state.number != 0:
+            return False
+        if torch._C._len_torch_dispatch_stack():
+            return False
+        self._mode = tracer.new_mode()
+        self._mode.start()
+        return True
+
+    def _on_root_adopted(self, name: str, root: torch.nn.Module) -> None:
         """The header was written before the root was known."""
         if self._tracer is not None:
-            self._tracer.writer.amend_header(model_fields({"": root}))
+            fields = model_fields({name: root})
+            self._tracer.writer.amend_header(fields if self._finder is None else self._finder.header(fields))
 
     def _on_writer_fault(self, error: Exception) -> None:
         if self._tracer is not None:

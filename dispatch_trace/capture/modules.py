@@ -22,6 +22,7 @@ from dispatch_trace.capture.compiled import Region
 from dispatch_trace.capture.frames import (
     STEPS_KEPT,
     Frame,
+    ModuleTable,
     ThreadState,
     forget_marks,
     mark_sequence,
@@ -214,9 +215,12 @@ class ModuleRecorder:
             return None
         paths = tracer.table.get(module)
         if paths is None:
-            if not (tracer.adopts_root and state.frame is None and not tracer.table.roots):
+            if not tracer.adopts_root or state.frame is not None:
                 return None
-            paths = self._adopt(module)
+            found = self._find_root(module)
+            paths = found if found is None else self._adopt(*found).get(module)
+            if paths is None:
+                return None
         if state.region is not None:
             return None  # within compiled code: its hooks see what runs
         parent, is_region = state.frame, module in self._regions
@@ -229,11 +233,14 @@ class ModuleRecorder:
             tracer.fault(error)
         if frame is None:
             return None
-        if state.mode is None and tracer.options.level == "op":
+        if state.mode is None and (
+            tracer.options.level == "op" if tracer.finder is None else frame.records_ops
+        ):
             # A thread of the program's that has no mode yet: modes are thread-local.
             tracer.number_thread(state)
-            frame.mode = tracer.new_mode()
-            frame.mode.start()
+            if not tracer.start_lasting_mode():
+                frame.mode = tracer.new_mode()
+                frame.mode.start()
         if frame.is_root:
             tracer.root_entered(frame.model)
         state.frame = frame
@@ -244,20 +251,29 @@ class ModuleRecorder:
                 tracer.fault(error)
         return frame
 
-    def _adopt(self, module: torch.nn.Module) -> list[tuple[str, str]]:
-        """Makes the outermost module called the root of a recording that was given none."""
+    def _find_root(self, module: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
+        """Name and module of the root to adopt now that a module is called that is in none."""
+        tracer = self._tracer
+        if tracer.finder is not None:
+            return tracer.finder.find(module)
+        return None if tracer.table.roots else ("", module)
+
+    def _adopt(self, name: str, module: torch.nn.Module) -> ModuleTable:
+        """Makes a module a root of a recording that was given none."""
         table = self._tracer.table
-        table.add_root("", module)
-        self._tracer.root_adopted(module)
+        table.add_root(name, module)
+        self._tracer.root_adopted(name, module)
         self._prepare_modules()
         regions = find_regions([module])
         try:
             if not self._regions.recompile:
                 check_fresh(regions)
             self.watch(regions)
+            if regions:
+                self._tracer.writer.amend_header(self._regions.header())
         except Exception as error:
             self._tracer.fault(error)
-        return table.get(module) or []
+        return table
 
     def _unwind(self, frame: Frame) -> ThreadState:
         tracer = self._tracer
@@ -286,14 +302,18 @@ class ModuleRecorder:
     ) -> Frame | None:
         tracer = self._tracer
         model, path = resolve_path(paths, parent)
-        is_root = False
-        if parent is not None:
+        is_root = begins = False
+        if parent is not None and parent.model == model:
             step = parent.step
         elif path == "" and _current_node() is None:
-            is_root = True
+            is_root = begins = True
             step = tracer.step_of_root_call(model)
-        elif tracer.sees_outside(model) or (tracer.recorded_steps and _current_node() is not None):
-            step = tracer.last_step[1]
+        elif (
+            parent is not None
+            or tracer.sees_outside(model)
+            or (tracer.recorded_steps and _current_node() is not None)
+        ):
+            step, begins = tracer.step_of_part(model, path)
         else:
             return None
         phase, call, step = tracer.phase_and_call(state, model, path, step)
@@ -304,12 +324,12 @@ class ModuleRecorder:
         frame.opened = tracer.upcoming_seq if state.mode is None else state.mode.upcoming_seq()
         if phase == "fwd":
             if torch.is_grad_enabled():
-                if is_root:
+                if begins:
                     forget_marks(state, model, step - STEPS_KEPT)
                 mark_sequence(state, frame)
-            if tracer.storages is not None and (is_root or tracer.storages.written_parameters):
+            if tracer.storages is not None and (begins or tracer.storages.written_parameters):
                 with tracer.own_ops(state):
-                    if is_root and tracer.wants_step(step):
+                    if begins and tracer.wants_step(step):
                         tracer.record_parameters(state, model, step)
                     tracer.record_written_parameters(state, step)
         if records_module and tracer.options.inputs:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture.frames import STEPS_KEPT, Counters, Frame, ModuleTable, ThreadState, owner_of_node
+from dispatch_trace.capture.roots import RootFinder
 from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
@@ -132,8 +133,12 @@ class OwnOps:
         self._lock.release()
 
 
-def _ignore(_: torch.nn.Module) -> None:
+def _ignore(_name: str, _root: torch.nn.Module) -> None:
     """Nobody wants to know which module became the root."""
+
+
+def _never() -> bool:
+    return False
 
 
 def _no_mode() -> Any:
@@ -173,10 +178,13 @@ class Tracer:
         self.last_step: tuple[str, int] = (next(iter(models), ""), -1)
         self.num_records = 0
         self.num_calls = 0
+        self.num_parameters = 0
         self.upcoming_seq = 0
         self.faults: list[Exception] = []
         self.new_mode: Callable[[], Any] = _no_mode
-        self.root_adopted: Callable[[torch.nn.Module], None] = _ignore
+        self.start_lasting_mode: Callable[[], bool] = _never  # for more than one call, where that is safe
+        self.root_adopted: Callable[[str, torch.nn.Module], None] = _ignore
+        self.finder: RootFinder | None = None  # set: every root that the program calls is adopted
         self._wanted: dict[str, tuple[bool, bool]] = {}
         self._steps: dict[str, int] = {}
         self.numbers = itertools.count()
@@ -185,6 +193,7 @@ class Tracer:
         self._bracket: dict[str, Any] | None = None
         self._bracket_steps: dict[str, int] = {}
         self._running: dict[str, int] = {}
+        self._parts: dict[str, set[str]] = {}
         self._parameter_owners: dict[int, list[tuple[str, str, torch.nn.Module, str]]] = {}
 
     # -- what is wanted ------------------------------------------------------------------------------
@@ -336,12 +345,30 @@ class Tracer:
 
     def step_of_root_call(self, model: str) -> int:
         """The step that an outermost call of a root model belongs to."""
+        self._parts.pop(model, None)
         if self._bracket is None:
             return self.new_step(model, {})
         step = self._bracket_steps.get(model)
         if step is None:
             step = self._bracket_steps[model] = self.new_step(model, self._bracket)
         return step
+
+    def step_of_part(self, model: str, path: str) -> tuple[int, bool]:
+        """(step, whether it begins) of a call below a root that is not running itself in this thread.
+
+        The model's last step. Where roots are found by themselves their methods may stand for their calls
+        (`vae.decode`): such a step lasts until one of its parts, or the root, is called again.
+        """
+        step = self._steps.get(model, -1)
+        if self.finder is None or _current_node() is not None or self._running.get(model, 0):
+            return step, False
+        called = self._parts.get(model)
+        begins = called is None or path in called
+        if called is None or begins:
+            called = self._parts[model] = set()
+            step = self.new_step(model, {})
+        called.add(path)
+        return step, begins
 
     def outside_frame(self) -> Frame | None:
         """The room for ops outside all module calls, or None where they are not to be recorded."""
@@ -487,6 +514,7 @@ class Tracer:
             return
         self.set_save("tensors" if self.options.params == "tensors" else "stats")
         seq = self.next_seq()
+        self.num_parameters += 1
         if type(tensor) in PLAIN_TENSORS:
             slot = self.storages.parameter(tensor, known, seq)
             owners = self._parameter_owners.setdefault(slot.storage, [])
