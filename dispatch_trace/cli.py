@@ -348,18 +348,9 @@ def _renames(rules: Sequence[str]) -> dict[str, str] | None:
 
 
 def _steps(ranges: Sequence[str]) -> set[int] | None:
-    """Reads `N` and `N-M` (both ends included); None when no step was given."""
-    steps: set[int] = set()
-    for text in ranges:
-        first, dash, last = text.partition("-")
-        try:
-            low, high = int(first), int(last if dash else first)
-        except ValueError:
-            raise ConfigError(f"--step {text!r} is neither a number N nor a range N-M.") from None
-        if high < low:
-            raise ConfigError(f"--step {text!r} is upside down. Write the smaller number first.")
-        steps.update(range(low, high + 1))
-    return steps or None
+    from dispatch_trace.config import read_steps
+
+    return read_steps(ranges, option="--step")
 
 
 def _check_writable(path: str | None, option: str) -> None:

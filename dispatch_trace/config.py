@@ -276,6 +276,27 @@ def _save_rules(save: str | Sequence[tuple[str, str]]) -> tuple[Save, list[tuple
     return "meta", rules
 
 
+def read_steps(ranges: Sequence[str], *, option: str) -> set[int] | None:
+    """Reads `N` and `N-M` (both ends included); None when no step was given.
+
+    Args:
+      option: what it is called, for messages.
+    Raises:
+      ConfigError: neither of both, or upside down.
+    """
+    steps: set[int] = set()
+    for text in ranges:
+        first, dash, last = text.partition("-")
+        try:
+            low, high = int(first), int(last if dash else first)
+        except ValueError:
+            raise ConfigError(f"{option} {text!r} is neither a number N nor a range N-M.") from None
+        if high < low:
+            raise ConfigError(f"{option} {text!r} is upside down. Write the smaller number first.")
+        steps.update(range(low, high + 1))
+    return steps or None
+
+
 def _checked_steps(steps: Any) -> Steps | None:
     if steps is None:
         return None
