@@ -30,11 +30,15 @@ from dispatch_trace.notebook import html_table
 from dispatch_trace.report.facts import jsonable, pair_row
 from dispatch_trace.session import Trace
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.tables import Table
 
 if TYPE_CHECKING:
+    import pandas
     import torch
+    from matplotlib.axes import Axes
 
     from dispatch_trace.isolate import Isolation
+    from dispatch_trace.questions import Errors, Site, Trail
     from dispatch_trace.report.repro import Repro
 
 SCHEMA = 1
@@ -188,6 +192,95 @@ class Alignment:
             chosen.evidence["taken"] = dict(written.taken)
         return written
 
+    # Questions -------------------------------------------------------------------------------------
+
+    def __getitem__(self, pattern: str) -> Table[Pair]:
+        """The pairs of the modules that a pattern matches on either side, and of all beneath them.
+
+        Returns: a `Table`, which prints, slices and gives a data frame.
+        Raises:
+          PatternError, NoMatchError: of the pattern.
+        """
+        from dispatch_trace.questions import pairs_of
+
+        return pairs_of(self, pattern)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        from dispatch_trace.questions import alignment_paths
+
+        return alignment_paths(self)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row a pair: both sites, outcome, error and band. Needs pandas."""
+        from dispatch_trace.questions import pair_table
+
+        return pair_table(self.pairs).to_pandas()
+
+    def upstream(self, at: Site = None, *, depth: int | None = None) -> Table[Pair]:
+        """What the value at a site was computed from: pairs, nearest first.
+
+        Args:
+          at: a pair, a finding, a record of the target or its number, or the path of a module (what its
+            first call returned). None: the first finding; without findings the last pair compared.
+          depth: how many ops back; None: all the way.
+        Raises:
+          NoMatchError: no pair is at that site.
+        """
+        from dispatch_trace.questions import upstream
+
+        return upstream(self, at, depth=depth)
+
+    def error_by(self, by: str | int, at: Site = None, *, heads: int | None = None) -> Errors:
+        """The relative L2 error of every token, head, channel or batch row of the value at a site.
+
+        Args:
+          by: "batch" (the first dim), "token" (the last but one), "channel" (the last), "head" (the second
+            of four dims, or the last dim in `heads` parts), or the number of a dim.
+          at: as in `upstream`.
+          heads: how many heads lie side by side in the last dim.
+        Returns: prints with the worst first; `.values` is [parts] float64.
+        Raises:
+          ConfigError: the value has no such dim. NoMatchError: no pair is at that site.
+          NotExecutableError: a trace has no value there, nor enough to compute it.
+        """
+        from dispatch_trace.questions import error_by
+
+        return error_by(self, by, at, heads=heads, ref=_by_rank(self.ref), target=_by_rank(self.target))
+
+    def follow_row(self, row: int | Sequence[int] | None = None, at: Site = None) -> Trail:
+        """Where one row (one token) goes wrong: what it is off by at every op that holds it.
+
+        Args:
+          row: its index in the leading dims of the site's value ([batch, token]), or its flat number there.
+            None: the row that is furthest off.
+          at: as in `upstream`, but None is the program's result: the last module output compared.
+        Returns: prints the ops around the first where the row is beyond the noise band; `.first`, `.rows`.
+        Raises:
+          ConfigError: there is no such row. NoMatchError: no pair is at that site.
+          NotExecutableError: a trace has no value there, nor enough to compute it.
+        """
+        from dispatch_trace.questions import follow_row
+
+        return follow_row(self, row, at, ref=_by_rank(self.ref), target=_by_rank(self.target))
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, ax: Axes | None = None) -> Axes:
+        """Draws the error over the depth of the program, with the noise band and the findings.
+
+        Needs matplotlib (`pip install dispatch-trace[plot]`).
+
+        Args:
+          path: also saved there; the suffix says how (`.png`, `.svg`, `.pdf`).
+          ax: drawn into; None: a figure of its own.
+        Raises:
+          ConfigError: nothing was compared.
+        """
+        from dispatch_trace.report.plot import error_curve
+
+        return error_curve(self.pairs, self.findings, title=repr(self), path=path, ax=ax)
+
+    def __str__(self) -> str:
+        return self.table()
+
     def __repr__(self) -> str:
         first = self.first
         where = (
@@ -325,6 +418,10 @@ def _still_there(path: str) -> list[RankReader]:
         return open_ranks(path)
     except (DispatchTraceError, OSError):
         return []
+
+
+def _by_rank(path: str) -> dict[int, RankReader]:
+    return {reader.rank: reader for reader in open_ranks(path)}
 
 
 def _rank_of(trace: Trace, finding: Finding) -> RankReader:

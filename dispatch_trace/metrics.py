@@ -234,7 +234,9 @@ def worst_row(ref: Any, target: Any) -> tuple[tuple[int, ...], float]:
     return tuple(int(i) for i in np.unravel_index(flat, relative.shape)), float(relative.reshape(-1)[flat])
 
 
-def errors_by(target: Any, ref: Any, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def errors_by(
+    target: Any, ref: Any, axes: tuple[int, ...], *, floor: float | None = None
+) -> npt.NDArray[np.float64]:
     """The relative L2 error of every part that has one index along `axes`: of every row, channel, head.
 
     ||target_part - ref_part|| over ||ref_part||, or over the median norm of the reference's parts that are
@@ -243,6 +245,7 @@ def errors_by(target: Any, ref: Any, axes: tuple[int, ...]) -> npt.NDArray[np.fl
     Args:
       target, ref: [*shape], same shape. A scalar is one part.
       axes: dims that stay, from 0.
+      floor: the least norm to divide by, where another than the median is meant.
     Returns: [*sizes of axes], unitless, >= 0; inf where a non-finite element faces another value.
     Raises:
       ShapeMismatchError: the shapes differ.
@@ -251,7 +254,8 @@ def errors_by(target: Any, ref: Any, axes: tuple[int, ...]) -> npt.NDArray[np.fl
     others = tuple(dim for dim in range(difference.ndim) if dim not in axes)
     with np.errstate(over="ignore"):
         errors, norms = (np.sqrt((np.abs(x) ** 2).sum(others)) for x in (difference, scale))
-    floor = float(np.median(norms[norms > 0])) if (norms > 0).any() else 0.0
+    if floor is None:
+        floor = float(np.median(norms[norms > 0])) if (norms > 0).any() else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         relative: npt.NDArray[np.float64] = np.where(errors > 0, errors / np.maximum(norms, floor), 0.0)
     return relative.transpose(np.argsort(np.argsort(axes)))

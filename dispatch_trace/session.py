@@ -18,6 +18,7 @@ from dispatch_trace.errors import ConfigError, NotExecutableError
 from dispatch_trace.metrics import derived
 from dispatch_trace.notebook import brief, html_table
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
+from dispatch_trace.slices import Place, module_paths, records_of
 from dispatch_trace.store.reader import RankReader
 
 if TYPE_CHECKING:
@@ -321,6 +322,31 @@ class Trace:
             for record in reader.records(**where):
                 if op is None or op in (record.op, record.overload):
                     yield Record(reader, record)
+
+    def __iter__(self) -> Iterator[Record]:
+        return self.records
+
+    def __getitem__(self, at: str | int) -> Any:
+        """Records of modules by pattern, with all beneath them, or one record by its number.
+
+        Args:
+          at: a pattern as in `select` (`"encoder.layer.0-3"`), or the `seq` of a record of the first rank.
+        Returns: a `Table` of records, which prints, slices and gives a data frame; of a number the record.
+        Raises:
+          PatternError, NoMatchError: of the pattern.
+          KeyError: there is no record of that number.
+        """
+        if isinstance(at, str):
+            return records_of(self, at)
+        return Record(self.ranks[0], self.ranks[0].record(at))
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return module_paths(self)
+
+    @property
+    def at(self) -> Place:
+        """The root module; its children are attributes, so that a prompt completes paths."""
+        return Place(self)
 
     def verify(self) -> list[str]:
         """What is wrong with the files, in words; empty when sound."""

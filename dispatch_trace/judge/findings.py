@@ -55,6 +55,16 @@ class Finding:
     seq: int = -1
     ref_seq: int = -1
 
+    def __repr__(self) -> str:
+        call = "" if self.call is None else f"#{self.call}"
+        figures = [
+            f"{name} {brief(self.evidence[name])}" for name in ("error", "band") if name in self.evidence
+        ]
+        facts = ["fatal" if self.fatal else "", *figures, self.judge, self.source or "", self.hint or ""]
+        return f"Finding({self.label} {self.module or '(root)'}{call} {self.op or ''}".rstrip() + (
+            f": {', '.join(filter(None, facts))})"
+        )
+
     def _repr_html_(self) -> str:
         call = "" if self.call is None else f"#{self.call}"
         rows = [
