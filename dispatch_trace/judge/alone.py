@@ -27,8 +27,9 @@ from dispatch_trace.schema import StoredRecord
 # large a share does not.
 MIN_ALIKE = 3
 MAX_SHARE = 0.25
-# Where there are fewer: so many records of the program come back, so few do not, and the error is so much
-# more than that of this machine's kernel (another sound kernel makes the same: 1.01 for two of GELU).
+# Where there are fewer: so many records of the program come back, so few do not. If it may have been another
+# processor or other settings, the error is also so much more than that of this machine's kernel (another sound
+# kernel makes the same: 1.01 for two of GELU).
 MIN_ANY = 20
 MAX_ANY = 0.05
 MARGIN = 1.5
@@ -84,7 +85,7 @@ class Siblings:
         """Whether others of its form, else of the program, come back bit for bit and this does not.
 
         Args:
-          evidence: local_error and native_error, and `compared` where no data is left to measure them on.
+          evidence: local_error and native_error, where they could be measured.
         """
         name, form = short(record.op), form_of(record)
         if name in GATHERS - _UNORDERED:
@@ -92,7 +93,7 @@ class Siblings:
         odd, back = self._odd[form], self._back[form]
         if back >= MIN_ALIKE:
             return odd <= MAX_SHARE * (odd + back)
-        if "compared" in evidence and name not in _UNORDERED and runs_here(self._pairing.target):
+        if name not in _UNORDERED and runs_here(self._pairing.target):
             known = self._of_ref[form]
             return known > 0 if form in self._of_ref else self._are_few()
         error, native = evidence.get("local_error", 0.0), evidence.get("native_error", math.inf)

@@ -137,7 +137,7 @@ class Blame:
         """For a final output that is wrong though every value of the target behind it is right."""
         state = State(rho=found.rho, difference=found, explained=False, limit=band)
         region = Region(target, ref)
-        region.only_target = self._regions.unpaired_before(target, [b])
+        self._regions.fill(region, [b])
         region.only_ref = self._regions.unmeasured_before(ref, [a])
         for rule in (self._modules, self._missing_ops, self._extra_ops):
             finding = rule(region, state)
@@ -160,7 +160,7 @@ class Blame:
     # Rules, in order --------------------------------------------------------------------------------
 
     def _uninitialised(self, region: Region, state: State) -> Finding | None:
-        for record in (*region.only_target, region.target):
+        for record in region.inside:
             for slot in self._target.inputs(record):
                 if slot.uninitialised and not _reads_unwritten(self._regions.counterpart(record)):
                     evidence = self._sites.evidence(state) | {"argument": slot.name.removeprefix("in.")}
@@ -175,7 +175,7 @@ class Blame:
         return None
 
     def _random(self, region: Region, state: State) -> Finding | None:
-        for record in (*region.only_target, region.target):
+        for record in region.inside:
             if not record.random:
                 continue
             twin = self._regions.counterpart(record)
@@ -199,7 +199,7 @@ class Blame:
     def _nonfinite(self, region: Region, state: State) -> Finding | None:
         if state.difference is None or not state.difference.nonfinite:
             return None
-        for record in (*region.only_target, region.target):
+        for record in region.inside:
             made = self._nonfinite_counts(self._target, self._target.outputs(record))
             read = self._nonfinite_counts(self._target, self._target.inputs(record))
             new_nan = made[0] > 0 and read[0] == 0
@@ -246,7 +246,7 @@ class Blame:
 
     def _quantised(self, region: Region, state: State) -> Finding | None:
         """A result that is wrong beyond what its weight's codes and scales may cost."""
-        for record in (*region.only_target, region.target):
+        for record in region.inside:
             for slot in self._target.inputs(record):
                 for origin in self._target.origins(record, slot):
                     codes = self._noise.codes.get(origin.value)
@@ -265,12 +265,14 @@ class Blame:
         lost = self._operands.lost_operand(record, ref, state)
         if lost is not None:
             return lost
-        changed = changed_arguments(ref, record)
         evidence = self._sites.evidence(state)
-        if changed:
-            return self._sites.finding(
-                record, record.op, "argument", evidence | {"arguments": changed}, state
-            )
+        for each in (*region.unseen, record):
+            twin = ref if each is record else self._regions.counterpart(each)
+            changed = {} if twin is None else changed_arguments(twin, each)
+            if changed:
+                return self._sites.finding(
+                    each, each.op, "argument", evidence | {"arguments": changed}, state
+                )
         if short(ref.op) != short(record.op):
             evidence["ref_op"] = ref.op
         return self._sites.finding(record, record.op, "introduced", evidence, state)

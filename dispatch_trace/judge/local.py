@@ -18,7 +18,7 @@ import torch
 
 from dispatch_trace import execute
 from dispatch_trace.align.canon import dtype_class
-from dispatch_trace.align.content import SKETCH_FLOOR
+from dispatch_trace.align.content import EXTREME, SKETCH_FLOOR
 from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.alone import Siblings
@@ -37,8 +37,6 @@ ROUNDED = 0.42
 # What two sound kernels of a function compute with differs by 0.25 units on average (GELU, float32).
 BIAS = 1.0
 WORST = 8.0
-# Elements as large as masks are compared by themselves.
-MASK = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def _measure(
     if not torch.equal(_kinds(t), _kinds(f)):
         evidence["nonfinite"] = int((_kinds(t) != _kinds(f)).sum())
         return "nonfinite", evidence
-    plain = torch.isfinite(t) & torch.isfinite(g) & (g.abs() < MASK)
+    plain = torch.isfinite(t) & torch.isfinite(g) & (g.abs() < EXTREME)
     masks = torch.isfinite(t) & ~plain
     if bool(((t - f).abs() > WORST * tau * f.abs())[masks].any()):
         return "element", evidence

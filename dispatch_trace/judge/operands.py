@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dispatch_trace.align.canon import SAME_ORDER, family, short
+from dispatch_trace.align.content import EXTREME
 from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.pairs import paired_slots, same_path, slot_role
@@ -242,8 +243,17 @@ def changed_arguments(ref: StoredRecord | None, target: StoredRecord) -> dict[st
     return {
         name: [before.get(name), after.get(name)]
         for name in {**before, **after}
-        if before.get(name) != after.get(name) and name not in METADATA_ARGUMENTS
+        if before.get(name) != after.get(name)
+        and name not in METADATA_ARGUMENTS
+        and not _both_mask(before.get(name), after.get(name))
     }
+
+
+def _both_mask(before: Any, after: Any) -> bool:
+    """Whether both are as large as masks are, each the largest of its dtype, say."""
+    if not (isinstance(before, float) and isinstance(after, float)):
+        return False
+    return all(EXTREME <= abs(x) < math.inf for x in (before, after)) and (before > 0) == (after > 0)
 
 
 def _scalar_arguments(record: StoredRecord) -> dict[str, Any]:

@@ -22,12 +22,20 @@ class Region:
       target: the op that made the wrong value (or that returns it).
       ref: its counterpart, None where it has none.
       only_target, only_ref: ops without a partner between it and the nearest compared values, in order.
+      unseen: ops there that have one, but whose results could not be compared, in order.
     """
 
     target: StoredRecord
     ref: StoredRecord | None
     only_target: list[StoredRecord] = field(default_factory=list)
     only_ref: list[StoredRecord] = field(default_factory=list)
+    unseen: list[StoredRecord] = field(default_factory=list)
+
+    @property
+    def inside(self) -> list[StoredRecord]:
+        """The target's ops of the region, in order."""
+        found = {record.seq: record for record in (*self.only_target, *self.unseen, self.target)}
+        return [found[seq] for seq in sorted(found)]
 
 
 class Regions:
@@ -49,7 +57,7 @@ class Regions:
             owner = self._ref.records[state.link.ref[0]]
             ref = owner if owner.kind == "op" else None
         region = Region(record, ref)
-        region.only_target = self.unpaired_before(record)
+        self.fill(region)
         if pair is None and not is_factory(record):
             region.only_target.append(record)
         if ref is not None:
@@ -58,17 +66,18 @@ class Regions:
                 region.only_ref.append(ref)
         return region
 
-    def unpaired_before(
-        self, record: StoredRecord, slots: Iterable[StoredSlot] | None = None
-    ) -> list[StoredRecord]:
-        """Ops of the target between a record (or these slots of it) and the nearest compared values."""
+    def fill(self, region: Region, slots: Iterable[StoredSlot] | None = None) -> None:
+        """Ops of the target between the region's (or these slots of it) and the nearest compared values."""
+        record = region.target
 
         def opaque(value: Value) -> bool:
             if self._pairing.plan is not None and self._target.records[value[0]].step != record.step:
                 return False  # an earlier step answers for itself: it was compared with a step of its own
             return self._noise.state(value).explained is None and not self._target.is_leaf(value)
 
-        return _walk(self._target, record, opaque, slots)
+        between = _walk(self._target, record, opaque, slots)
+        region.only_target = [r for r in between if r.seq not in self._pairing.ops]
+        region.unseen = [r for r in between if r.seq in self._pairing.ops]
 
     def unmeasured_before(
         self, record: StoredRecord, slots: Iterable[StoredSlot] | None = None
