@@ -27,9 +27,9 @@ from dispatch_trace.schema import StoredRecord
 # large a share does not.
 MIN_ALIKE = 3
 MAX_SHARE = 0.25
-# Where there are fewer: so many records of the program come back, so few do not. If it may have been another
-# processor or other settings, the error is also so much more than that of this machine's kernel (another sound
-# kernel makes the same: 1.01 for two of GELU).
+# Where there are fewer: so many records of the program come back, so few do not. Where the processor or the
+# settings may have been others, the error is also so much more than that of this machine's kernel (another
+# sound kernel makes the same: 1.01 for two of GELU).
 MIN_ANY = 20
 MAX_ANY = 0.05
 MARGIN = 1.5
