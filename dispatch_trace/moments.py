@@ -221,9 +221,9 @@ def add_wide(totals: Totals, x: npt.NDArray[np.float64], largest: float) -> None
     exponent = 0 if 1e-70 < largest < 1e70 or largest == 0.0 else math.frexp(largest)[1]
     if exponent:
         x = np.ldexp(x, -exponent)
-    totals.sum += math.ldexp(float(np.add.reduce(x)), exponent)
+    totals.sum += _ldexp(float(np.add.reduce(x)), exponent)
     scratch = np.abs(x)
-    totals.abs_sum += math.ldexp(float(np.add.reduce(scratch)), exponent)
+    totals.abs_sum += _ldexp(float(np.add.reduce(scratch)), exponent)
     np.square(scratch, out=scratch)
     totals.sq_sum += _ldexp(float(np.add.reduce(scratch)), 2 * exponent)
     np.square(scratch, out=scratch)
@@ -231,11 +231,11 @@ def add_wide(totals: Totals, x: npt.NDArray[np.float64], largest: float) -> None
 
 
 def _ldexp(value: float, exponent: int) -> float:
-    """value * 2**exponent, inf where float64 cannot hold it."""
+    """value * 2**exponent, inf of its sign where float64 cannot hold it."""
     try:
         return math.ldexp(value, exponent)
     except OverflowError:
-        return math.inf
+        return math.copysign(math.inf, value)
 
 
 def bounds(totals: Totals, x: Numbers) -> tuple[Numbers, int, float, float]:

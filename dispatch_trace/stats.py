@@ -1,4 +1,4 @@
-"""Statistics and sketch of one tensor, in one chunked pass of plain torch and NumPy operations.
+"""Statistics and sketch of tensors: by the compiled kernel where there is one, else by torch and NumPy.
 
 Guarantees:
 
@@ -8,15 +8,15 @@ Guarantees:
 * The random state, the default dtype and device and the grad mode play no part; nothing is written to.
 * Views of repeated memory (expand) cost what the memory costs, except for their sketch.
 
-How, by dtype: floats up to 32 bits go through float32 chunks, whose sums torch takes pairwise, or
-through float64 where fourth powers could overflow or vanish in float32; everything above a chunk is
-float64. Dtypes of 8 bits are counted by value, which is exact. Wider integers are summed as integers.
-Tensors of a few thousand elements go through float64 NumPy, where a call costs a third of torch's.
+How the plain path does it, by dtype: floats up to 32 bits go through float32 chunks, whose sums torch
+takes pairwise, or through float64 where fourth powers could overflow or vanish in float32; everything above
+a chunk is float64. Dtypes of 8 bits are counted by value, which is exact. Wider integers are summed as
+integers. Tensors of a few thousand elements go through float64 NumPy, where a call costs a third of torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dispatch_trace import sketch as sketches
 from dispatch_trace.chunks import fold_chunk, logical_chunks
+from dispatch_trace.kernel import Kernel, Running, address, takes_whole
 from dispatch_trace.moments import (
     ByteMoments,
     FloatMoments,
@@ -73,7 +74,12 @@ class Summary:
 
 
 def accumulate(
-    tensor: Tensor, *, sketch: bool = True, names: Iterable[str] | None = None, start: int = 0
+    tensor: Tensor,
+    *,
+    sketch: bool = True,
+    names: Iterable[str] | None = None,
+    start: int = 0,
+    kernel: Kernel | None = None,
 ) -> Summary:
     """Statistics and sketch of a tensor.
 
@@ -82,20 +88,59 @@ def accumulate(
       sketch: also fold the sketch.
       names: the statistics wanted; None for all.
       start: global position of the first element, for the sketch of a part of a longer sequence.
+      kernel: from `kernel.find`, None for the plain path.
     """
     values = _real(tensor)
     if values is None:
-        stats, folded = _only_n(tensor), None
-    else:
+        return Summary(_chosen(_only_n(tensor), names), None)
+    found = None
+    if kernel is not None and start % sketches.CHUNK == 0:
+        found = _compiled(kernel, values.detach(), sketch, start // sketches.CHUNK)
+    if found is None:
         with np.errstate(over="ignore", invalid="ignore"):  # huge values saturate
             if values.numel() <= SMALL and start == 0:
-                stats, folded = _small(values, sketch)
+                found = _small(values, sketch)
             else:
-                stats, folded = _chunked(values.detach(), sketch, start)
-    if names is not None:
-        wanted = frozenset(names)
-        stats = {name: value for name, value in stats.items() if name in wanted}
-    return Summary(stats, folded)
+                found = _chunked(values.detach(), sketch, start)
+    return Summary(_chosen(found[0], names), found[1])
+
+
+def accumulate_many(
+    tensors: Sequence[Tensor],
+    *,
+    sketch: bool = True,
+    names: Iterable[str] | None = None,
+    kernel: Kernel | None = None,
+) -> list[Summary | Exception]:
+    """`accumulate` of many tensors; those that lie ready in memory in one call of the kernel.
+
+    Returns: in order; of a tensor that cannot be read the error.
+    """
+    summaries: list[Summary | Exception | None] = [None] * len(tensors)
+    if kernel is not None:
+        ready = [i for i, tensor in enumerate(tensors) if _lies_ready(tensor)]
+        found = kernel.many([tensors[i] for i in ready], sketch=sketch) if ready else []
+        for i, one in zip(ready, found, strict=True):
+            if one is not None:
+                summaries[i] = Summary(_chosen(one[0], names), one[1])
+    for i, tensor in enumerate(tensors):
+        if summaries[i] is None:
+            try:
+                summaries[i] = accumulate(tensor, sketch=sketch, names=names, kernel=kernel)
+            except Exception as error:  # operations on a foreign tensor fail in ways of their own
+                summaries[i] = error
+    return [summary for summary in summaries if summary is not None]
+
+
+def _lies_ready(tensor: Tensor) -> bool:
+    return takes_whole(tensor) and tensor.layout is torch.strided and not tensor.is_neg()
+
+
+def _chosen(stats: dict[str, Value], names: Iterable[str] | None) -> dict[str, Value]:
+    if names is None:
+        return stats
+    wanted = frozenset(names)
+    return {name: value for name, value in stats.items() if name in wanted}
 
 
 def _real(tensor: Tensor) -> Tensor | None:
@@ -149,18 +194,55 @@ def _add_small(totals: Totals, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return x
 
 
+def _compiled(
+    kernel: Kernel, tensor: Tensor, wants_sketch: bool, chunk: int
+) -> tuple[dict[str, Value], sketches.Sketch | None] | None:
+    """Statistics and sketch of any tensor of real numbers; None where the plain path has to do it."""
+    plan = _plan(tensor, wants_sketch)
+    if plan is None:
+        return _only_n(tensor), None
+    distinct, repeats, folds = plan
+    running = Running(kernel, tensor.dtype, sketch=folds and repeats == 1)
+    _feed(running, distinct, chunk)
+    stats = running.stats(repeats)
+    if folds and repeats > 1:
+        failed, running = running.failed, Running(kernel, tensor.dtype, sketch=True)
+        _feed(running, tensor, chunk)
+        running.failed = running.failed or failed
+    return None if running.failed else (stats, running.sketch())
+
+
+def _feed(running: Running, tensor: Tensor, chunk: int) -> None:
+    if tensor.is_cpu and tensor.is_contiguous():
+        dtype = tensor.dtype if running.chunk_dtype != torch.uint8 else None
+        running.add(address(tensor), tensor.numel(), chunk, dtype)
+        return
+    if running.chunk_dtype == torch.uint8:
+        tensor = tensor.view(torch.uint8)
+    for position, part in logical_chunks(tensor, running.chunk_dtype, chunk * sketches.CHUNK):
+        running.add(part.ctypes.data, part.shape[0], position // sketches.CHUNK)
+
+
+def _plan(tensor: Tensor, wants_sketch: bool) -> tuple[Tensor, int, bool] | None:
+    """(distinct elements, how often each occurs, whether to fold); None where they are too many."""
+    if tensor.is_contiguous():
+        return tensor, 1, wants_sketch
+    distinct, repeats = _without_repeats(tensor)
+    overlaps = distinct.numel() * distinct.element_size() > distinct.untyped_storage().nbytes()
+    if overlaps and distinct.numel() > MAX_OVERLAPPED:
+        return None
+    too_long = tensor.numel() > MAX_SKETCHED_REPEATS
+    return distinct, repeats, wants_sketch and not (too_long and (overlaps or repeats > 1))
+
+
 def _chunked(
     tensor: Tensor, wants_sketch: bool, start: int
 ) -> tuple[dict[str, Value], sketches.Sketch | None]:
     """Statistics and sketch of any tensor of real numbers, a chunk at a time."""
-    distinct, repeats, folds = tensor, 1, wants_sketch
-    if not tensor.is_contiguous():
-        distinct, repeats = _without_repeats(tensor)
-        overlaps = distinct.numel() * distinct.element_size() > distinct.untyped_storage().nbytes()
-        if overlaps and distinct.numel() > MAX_OVERLAPPED:
-            return _only_n(tensor), None
-        too_long = tensor.numel() > MAX_SKETCHED_REPEATS
-        folds = wants_sketch and not (too_long and (overlaps or repeats > 1))
+    plan = _plan(tensor, wants_sketch)
+    if plan is None:
+        return _only_n(tensor), None
+    distinct, repeats, folds = plan
     moments = _moments(tensor.dtype)
     if isinstance(moments, ByteMoments):
         tensor, distinct = tensor.view(torch.uint8), distinct.view(torch.uint8)

@@ -1,0 +1,398 @@
+// Statistics and sketch of a tensor in one pass: the compiled twin of moments.py, chunks.py and sketch.py.
+//
+// Guarantees: counts, min, max and the sketch have the bits of the plain path; sums are taken in double.
+// Nothing is allocated and no state is kept but the table of signs, so any thread may call at any time.
+// kernel.py compiles this for the machine, and passes K, BLOCK, BLOCKS, LENGTHS and the seeds of sketch.py.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t lengths[] = {LENGTHS};
+constexpr int64_t half = lengths[0];  // what the first folding step leaves of a block
+constexpr int64_t chunk_size = int64_t(BLOCK) * BLOCKS;
+uint8_t position_signs[BLOCKS][BLOCK];  // 128 for a minus
+
+// Mirrored by kernel.py. Sums of integers are high * 2^32 + low.
+struct Totals {
+    int64_t n, nan, posinf, neginf, zeros;
+    double low, high, sum, abs_sum, sq_sum, quad_sum;
+    int64_t int_low, int_high;  // of uint64 the bits
+    int64_t sum_high, sum_low, abs_high, abs_low;
+};
+const Totals nothing = {0, 0, 0, 0, 0, INFINITY, -INFINITY, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+
+struct Part {
+    const void* data;
+    int64_t n, kind;
+};
+
+inline uint32_t mix(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+
+template <class To, class From>
+inline To bits_of(From x) {
+    static_assert(sizeof(To) == sizeof(From), "a cast of bits");
+    To bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
+template <class T>
+using Bits = typename std::conditional<sizeof(T) == 4, uint32_t, uint64_t>::type;
+
+// x, negated where sign is 128: multiplying by +-1 gives the same bits.
+template <class T>
+inline T signed_by(T x, uint8_t sign) {
+    return bits_of<T>(Bits<T>(bits_of<Bits<T>>(x) ^ (Bits<T>(sign) << (8 * sizeof(T) - 8))));
+}
+
+// Subnormal numbers are values like any others, also where the program has them flushed to zero.
+struct Ieee {
+#if defined(__SSE__)
+    unsigned before = _mm_getcsr();
+    Ieee() { _mm_setcsr(0x1F80); }
+    ~Ieee() { _mm_setcsr(before); }
+#else
+    Ieee() {}
+#endif
+};
+
+// -- Folding ---------------------------------------------------------------------------------------
+
+// Folds n <= BLOCK values into out [half], of which the first min(n, K) are the result.
+template <class T>
+void fold(T* __restrict out, const T* __restrict x, int64_t n, const uint8_t* __restrict signs) {
+    const int64_t over = n > half ? n - half : 0, kept = n - over;
+#pragma omp simd
+    for (int64_t i = 0; i < over; i++) out[i] = x[i] + signed_by(x[half + i], signs[half + i]);
+    std::memcpy(out + over, x + over, size_t(kept - over) * sizeof(T));
+    n = kept;
+    for (const int64_t length : lengths) {
+        if (n <= length) continue;
+#pragma omp simd
+        for (int64_t i = 0; i < n - length; i++) out[i] += signed_by(out[length + i], signs[length + i]);
+        n = length;
+    }
+}
+
+// The rows of the blocks of one chunk, laid end to end.
+struct Rows {
+    double buckets[BLOCKS * K];
+    int64_t n = 0;
+
+    template <class T>
+    void fold_block(const T* x, int64_t count, int64_t block) {
+        T folded[half];
+        fold(folded, x, count, position_signs[block]);
+        const int64_t kept = count < K ? count : K;
+        for (int64_t i = 0; i < kept; i++) buckets[n + i] = double(folded[i]);
+        n += kept;
+    }
+
+    // Adds them to the sketch [K], unless they are not finite.
+    bool add_to(double* __restrict sketch, int64_t chunk) {
+        for (int64_t q = 0; q * K < n; q++) {
+            if (!chunk && !q) continue;
+            const uint32_t seed = mix(uint32_t(SEED_BLOCK) + uint32_t(chunk * BLOCKS + q));
+            double* row = buckets + q * K;
+            const int64_t count = n - q * K < K ? n - q * K : K;
+#pragma omp simd
+            for (int64_t p = 0; p < count; p++)
+                row[p] = signed_by(row[p], uint8_t(mix(seed + uint32_t(p)) >> 31 << 7));
+        }
+        for (const int64_t length : lengths) {
+            if (n <= length) continue;
+#pragma omp simd
+            for (int64_t i = 0; i < n - length; i++) buckets[i] += buckets[length + i];
+            n = length;
+        }
+        double zero = 0;
+        for (int64_t i = 0; i < n; i++) zero += buckets[i] - buckets[i];
+        if (zero != 0) return false;
+        for (int64_t i = 0; i < n; i++) sketch[i] += buckets[i];
+        return true;
+    }
+};
+
+void finish(float* out, const double* sketch) {
+    const double most = 3.4028234663852886e38;
+    for (int k = 0; k < K; k++) {
+        double x = std::isnan(sketch[k]) ? 0.0 : sketch[k];
+        x = x > most ? most : x < -most ? -most : x;
+        out[k] = float(x + 0.0);
+    }
+}
+
+// -- Moments ---------------------------------------------------------------------------------------
+
+template <class T>
+inline T least(T a, T b) {
+    return a < b ? a : b;
+}
+
+template <class T>
+inline T greatest(T a, T b) {
+    return a > b ? a : b;
+}
+
+// As `add_floats`, one at a time; gives a copy with zeros for what is not finite.
+template <class T>
+void add_odd(Totals& t, const T* x, int64_t n, T* __restrict clean) {
+    for (int64_t i = 0; i < n; i++) {
+        const T value = x[i];
+        t.nan += value != value;
+        t.posinf += value == T(INFINITY);
+        t.neginf += value == T(-INFINITY);
+        const bool finite = value - value == 0;
+        clean[i] = finite ? value : T(0);
+        if (!finite) continue;
+        const double d = double(value), square = d * d;
+        t.zeros += value == 0;
+        t.low = least(d, t.low);
+        t.high = greatest(d, t.high);
+        t.sum += d;
+        t.abs_sum += std::fabs(d);
+        t.sq_sum += square;
+        t.quad_sum += square * square;
+    }
+    t.n += n;
+}
+
+// Adds n floats; returns them, or spare where some had to be replaced by zeros.
+template <class T>
+const T* add_floats(Totals& t, const T* x, int64_t n, T* spare) {
+    constexpr Bits<T> exponent = sizeof(T) == 4 ? Bits<T>(0x7F800000u) : Bits<T>(0x7FF0000000000000ull);
+    double sum = 0, abs_sum = 0, sq_sum = 0, quad_sum = 0;
+    T low = T(INFINITY), high = T(-INFINITY);
+    Bits<T> zeros = 0, odd = 0;
+#pragma omp simd reduction(+ : sum, abs_sum, sq_sum, quad_sum, zeros) reduction(| : odd) \
+    reduction(min : low) reduction(max : high)
+    for (int64_t i = 0; i < n; i++) {
+        const double d = double(x[i]), square = d * d;
+        sum += d;
+        abs_sum += std::fabs(d);
+        sq_sum += square;
+        quad_sum += square * square;
+        zeros += x[i] == 0;
+        odd |= (bits_of<Bits<T>>(x[i]) & exponent) == exponent;
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    if (odd) {
+        add_odd(t, x, n, spare);
+        return spare;
+    }
+    t.n += n;
+    t.zeros += int64_t(zeros);
+    t.low = least(double(low), t.low);
+    t.high = greatest(double(high), t.high);
+    t.sum += sum;
+    t.abs_sum += abs_sum;
+    t.sq_sum += sq_sum;
+    t.quad_sum += quad_sum;
+    return x;
+}
+
+// Adds n integers; gives them as doubles.
+template <class T>
+void add_integers(Totals& t, const T* __restrict x, int64_t n, double* __restrict wide) {
+    constexpr int shift = sizeof(T) == 8 ? 32 : 0;  // 64 bits are summed in halves, the others as they are
+    double sq_sum = 0, quad_sum = 0;
+    int64_t zeros = 0, sum_high = 0, sum_low = 0, abs_high = 0, abs_low = 0;
+    T low = x[0], high = x[0];
+#pragma omp simd reduction(+ : sq_sum, quad_sum, zeros, sum_high, sum_low, abs_high, abs_low) \
+    reduction(min : low) reduction(max : high)
+    for (int64_t i = 0; i < n; i++) {
+        const double d = double(x[i]), square = d * d;
+        const uint64_t size = std::is_signed<T>::value && x[i] < 0 ? -uint64_t(x[i]) : uint64_t(x[i]);
+        wide[i] = d;
+        sq_sum += square;
+        quad_sum += square * square;
+        zeros += x[i] == 0;
+        sum_high += shift ? int64_t(x[i] >> shift) : 0;
+        sum_low += shift ? int64_t(uint64_t(x[i]) & 0xFFFFFFFFu) : int64_t(x[i]);
+        abs_high += int64_t(size >> 32);
+        abs_low += int64_t(size & 0xFFFFFFFFu);
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    if (!t.n || low < T(t.int_low)) t.int_low = int64_t(low);
+    if (!t.n || high > T(t.int_high)) t.int_high = int64_t(high);
+    t.n += n;
+    t.zeros += zeros;
+    t.sq_sum += sq_sum;
+    t.quad_sum += quad_sum;
+    t.sum_high += sum_high;
+    t.sum_low += sum_low;
+    t.abs_high += abs_high;
+    t.abs_low += abs_low;
+}
+
+// -- Kinds of values -------------------------------------------------------------------------------
+
+// Each reads a block: `add` takes it into the totals and returns what is to be folded.
+
+struct Float32 {
+    using Input = float;
+    using Folded = float;
+    static constexpr bool scales = false;
+    float spare[BLOCK];
+    const float* widen(const float* x, int64_t) { return x; }
+};
+
+struct Bfloat16 {
+    using Input = uint16_t;
+    using Folded = float;
+    static constexpr bool scales = false;
+    float spare[BLOCK], wide[BLOCK];
+    const float* widen(const uint16_t* x, int64_t n) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) wide[i] = bits_of<float>(uint32_t(x[i]) << 16);
+        return wide;
+    }
+};
+
+struct Float16 {
+    using Input = uint16_t;
+    using Folded = float;
+    static constexpr bool scales = false;
+    float spare[BLOCK], wide[BLOCK];
+    const float* widen(const uint16_t* x, int64_t n) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t size = x[i] & 0x7FFFu, sign = uint32_t(x[i] & 0x8000u) << 16;
+            const float value = bits_of<float>(size << 13) * 0x1p112f;  // between the exponents' biases; exact
+            wide[i] = bits_of<float>((size < 0x7C00u ? bits_of<uint32_t>(value) : size << 13 | 0x7F800000u) | sign);
+        }
+        return wide;
+    }
+};
+
+struct Float64 {
+    using Input = double;
+    using Folded = double;
+    static constexpr bool scales = true;
+    double spare[BLOCK];
+    const double* widen(const double* x, int64_t) { return x; }
+};
+
+// False where the plain path has to do it, because fourth powers leave the range of double.
+template <class Kind>
+bool add_kind(Totals& t, double* sketch, const void* data, int64_t n, int64_t chunk) {
+    using Folded = typename Kind::Folded;
+    Kind kind;
+    for (int64_t begin = 0; begin < n; begin += chunk_size, chunk++) {
+        const auto* x = static_cast<const typename Kind::Input*>(data) + begin;
+        const int64_t size = least(n - begin, chunk_size);
+        Rows rows;
+        for (int64_t q = 0; q * BLOCK < size; q++) {
+            const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
+            const Folded* clean = add_floats(t, kind.widen(x + q * BLOCK, count), count, kind.spare);
+            if (sketch) rows.fold_block(clean, count, q);
+        }
+        if (Kind::scales) {
+            const double largest = greatest(-t.low, t.high);
+            if (t.low <= t.high && largest != 0 && !(largest > 1e-70 && largest < 1e70)) return false;
+        }
+        if (!sketch || rows.add_to(sketch, chunk)) continue;
+        Rows again;  // sums beyond 3.4e38: in double
+        double wide[BLOCK];
+        for (int64_t q = 0; q * BLOCK < size; q++) {
+            const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
+            const Folded* read = kind.widen(x + q * BLOCK, count);
+            for (int64_t i = 0; i < count; i++) wide[i] = read[i] - read[i] == 0 ? double(read[i]) : 0.0;
+            again.fold_block(wide, count, q);
+        }
+        again.add_to(sketch, chunk);
+    }
+    return true;
+}
+
+template <class T>
+bool add_whole(Totals& t, double* sketch, const void* data, int64_t n, int64_t chunk) {
+    double wide[BLOCK];
+    for (int64_t begin = 0; begin < n; begin += chunk_size, chunk++) {
+        const T* x = static_cast<const T*>(data) + begin;
+        const int64_t size = least(n - begin, chunk_size);
+        Rows rows;
+        for (int64_t q = 0; q * BLOCK < size; q++) {
+            const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
+            add_integers(t, x + q * BLOCK, count, wide);
+            if (sketch) rows.fold_block(wide, count, q);
+        }
+        if (sketch) rows.add_to(sketch, chunk);
+    }
+    return true;
+}
+
+using Add = bool (*)(Totals&, double*, const void*, int64_t, int64_t);
+// In the order of kernel.py.
+constexpr Add kinds[] = {
+    add_kind<Float32>,  add_kind<Bfloat16>, add_kind<Float16>,   add_kind<Float64>,   add_whole<int16_t>,
+    add_whole<int32_t>, add_whole<int64_t>, add_whole<uint16_t>, add_whole<uint32_t>, add_whole<uint64_t>,
+};
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void dispatch_trace_init() {
+    for (uint32_t q = 0; q < BLOCKS; q++)
+        for (uint32_t p = 0; p < BLOCK; p++)
+            position_signs[q][p] = uint8_t(mix(uint32_t(SEED_POSITION) + q * BLOCK + p) >> 31 << 7);
+}
+
+// Takes in n contiguous values that begin with a chunk. totals: running; sketch: running [K], or null.
+// Returns 0 where the plain path has to do it; totals and sketch are then of no use.
+EXPORT int dispatch_trace_add(const void* data, int64_t n, int64_t kind, int64_t chunk, Totals* totals, double* sketch) {
+    Ieee ieee;
+    return kinds[kind](*totals, sketch, data, n, chunk);
+}
+
+// Takes in values of 8 bits, by how often each code occurs. values: [256], of each code, 0 where not finite.
+// Returns as dispatch_trace_add.
+EXPORT int dispatch_trace_add_codes(const uint8_t* data, int64_t n, int64_t chunk, const float* values,
+                                    int64_t* counts, double* sketch) {
+    Ieee ieee;
+    float wide[BLOCK];
+    for (int64_t begin = 0; begin < n; begin += chunk_size, chunk++) {
+        const int64_t size = least(n - begin, chunk_size);
+        Rows rows;
+        for (int64_t q = 0; q * BLOCK < size; q++) {
+            const uint8_t* x = data + begin + q * BLOCK;
+            const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
+            uint32_t tables[4][256] = {};  // in one table equal codes in a row would wait for each other
+            for (int64_t i = 0; i < count; i++) tables[i & 3][x[i]]++;
+            for (int c = 0; c < 256; c++) counts[c] += int64_t(tables[0][c]) + tables[1][c] + tables[2][c] + tables[3][c];
+            if (!sketch) continue;
+            for (int64_t i = 0; i < count; i++) wide[i] = values[x[i]];
+            rows.fold_block(wide, count, q);
+        }
+        if (sketch && !rows.add_to(sketch, chunk)) return 0;
+    }
+    return 1;
+}
+
+// Rounds sums [K] to what is stored: float32, saturated, without negative zeros.
+EXPORT void dispatch_trace_finish(float* out, const double* sketch) { finish(out, sketch); }
+
+// Whole tensors at once. totals: [count]; sketches: [count, K] or null; done: [count], 0 as in dispatch_trace_add.
+EXPORT void dispatch_trace_add_many(const Part* parts, int64_t count, Totals* totals, float* sketches, uint8_t* done) {
+    Ieee ieee;
+    for (int64_t i = 0; i < count; i++) {
+        double sketch[K] = {};
+        totals[i] = nothing;
+        done[i] = kinds[parts[i].kind](totals[i], sketches ? sketch : nullptr, parts[i].data, parts[i].n, 0);
+        if (sketches) finish(sketches + i * K, sketch);
+    }
+}
