@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dispatch_trace import kernel
 from dispatch_trace.schema import Content, RawRecord, StepInfo
-from dispatch_trace.stats import accumulate
+from dispatch_trace.stats import accumulate_many
 from dispatch_trace.store import layouts
 from dispatch_trace.store.records import ContentRow
 
@@ -37,6 +38,8 @@ class Batch:
       sketches: [k] float32 each; `row.sketch_row` counts them.
       parts: contiguous tensors for the shard.
       num_bytes: size, for the bound on a batch.
+      unread: contents whose statistics are to be taken, and their values.
+      unread_bytes: of snapshots that are held for no more than that.
       pinned_bytes: of snapshots that are held until the batch is written.
       since: when the oldest of it was put, by `time.monotonic`.
     """
@@ -48,6 +51,8 @@ class Batch:
     sketches: list[np.ndarray[Any, Any]] = field(default_factory=list)
     parts: list[torch.Tensor] = field(default_factory=list)
     num_bytes: int = 0
+    unread: list[tuple[ContentRow, torch.Tensor]] = field(default_factory=list)
+    unread_bytes: int = 0
     pinned_bytes: int = 0
     since: float = 0.0
 
@@ -105,11 +110,12 @@ class ContentTaker:
         self._drop = drop
         self._known: dict[bytes, tuple[int, bool]] = {}  # digest -> (id, has data)
         self.num_contents = 0
+        kernel.find()  # makes the build start, where there is none
 
     def take(self, content: Content, batch: Batch) -> bool:
         """Gives a content its number and lets its tensor go.
 
-        Returns: the batch now pins the content's memory.
+        Returns: the batch now pins the content's memory, until `summarise` or until it is written.
         """
         tensor = content.tensor
         content.tensor = None
@@ -132,7 +138,9 @@ class ContentTaker:
             self._known[row.hash] = (row.id, packed is not None)
         batch.contents.append(row)
         if packed is None:
-            return False
+            waits = bool(batch.unread) and batch.unread[-1][0] is row
+            batch.unread_bytes += content.num_bytes if waits else 0
+            return waits
         row.encoding = packed.encoding
         row.tensor = len(batch.parts)
         batch.parts += packed.parts
@@ -143,7 +151,7 @@ class ContentTaker:
     def _fill(
         self, row: ContentRow, content: Content, tensor: torch.Tensor, batch: Batch
     ) -> tuple[int | None, layouts.Packed | None]:
-        """Summarises into the row. Returns the number of an equal content if that will do, else the data."""
+        """Fills the row. Returns the number of an equal content if that will do, else the data."""
         keep, budget = content.keep_data, self._budget
         packed = layouts.pack(tensor) if keep and not budget.exhausted else None
         if packed is not None or tensor.device.type == "cpu":
@@ -157,17 +165,32 @@ class ContentTaker:
             packed = None
             self._drop(OVER_BUDGET, None)
         if content.summarise:
-            self._summarise(row, tensor, batch)
+            self._put_off(row, tensor, batch)
         return None, packed
 
-    def _summarise(self, row: ContentRow, tensor: torch.Tensor, batch: Batch) -> None:
+    def _put_off(self, row: ContentRow, tensor: torch.Tensor, batch: Batch) -> None:
         try:
-            summary = accumulate(layouts.summary_view(tensor), sketch=self._sketch, names=self._stats)
+            batch.unread.append((row, layouts.summary_view(tensor)))
         except Exception as error:  # as in `take`; the data may still be sound
             self._drop(f"no statistics of a {row.dtype} tensor", error)
-            return
-        row.stats = summary.stats
-        if summary.sketch is not None:
-            row.sketch_row = len(batch.sketches)
-            batch.sketches.append(summary.sketch)
-            batch.num_bytes += summary.sketch.nbytes
+
+    def summarise(self, batch: Batch) -> int:
+        """Takes the statistics of what was taken, all at once: a call costs more than a small tensor.
+
+        Returns: bytes of snapshots that the batch no longer pins.
+        """
+        unread, freed = batch.unread, batch.unread_bytes
+        batch.unread, batch.unread_bytes = [], 0
+        found = accumulate_many(
+            [tensor for _, tensor in unread], sketch=self._sketch, names=self._stats, kernel=kernel.find()
+        )
+        for (row, _), summary in zip(unread, found, strict=True):
+            if isinstance(summary, Exception):
+                self._drop(f"no statistics of a {row.dtype} tensor", summary)
+                continue
+            row.stats = summary.stats
+            if summary.sketch is not None:
+                row.sketch_row = len(batch.sketches)
+                batch.sketches.append(summary.sketch)
+                batch.num_bytes += summary.sketch.nbytes
+        return freed

@@ -39,6 +39,8 @@ from dispatch_trace.store.files import RankFiles
 
 BATCH_BYTES = 64 << 20
 BATCH_RECORDS = 1 << 13
+UNREAD_BYTES = 4 << 20  # of snapshots whose statistics are taken together
+UNREAD_CONTENTS = 1 << 8
 BATCH_AGE_S = 1.0  # half of what is promised, so that the write itself fits in
 BATCH_GAP_S = 0.25  # but no oftener, or a worker that is behind would write frames of one record
 QUEUE_RECORDS = 1 << 15
@@ -346,12 +348,16 @@ class TraceWriter:
                     self._batch.since = since
                 self._take(item)
                 batch = self._batch
+                if batch.unread_bytes >= UNREAD_BYTES or len(batch.unread) >= UNREAD_CONTENTS:
+                    self._release(self._taker.summarise(batch))
                 if (
                     batch.num_bytes >= self._batch_bytes
                     or len(batch.records) >= BATCH_RECORDS
                     or self._is_due()
                 ):
                     self._write_batch()
+            if self._batch.unread:
+                self._release(self._taker.summarise(self._batch))
             if self._batch and (self._num_waiting or self._is_due()):
                 self._write_batch()
         finally:
@@ -396,6 +402,7 @@ class TraceWriter:
         if not batch:
             return
         try:
+            self._release(self._taker.summarise(batch))
             if self._failed:
                 self.drop("records not written", len(batch.records))
             else:
