@@ -211,6 +211,8 @@ class NoisePass:
             state.flags |= {("random", record.seq)}
         if state.explained:
             state.noise = state.clean = difference.rho
+            if budget.tainted:  # or what is granted would grow with each step behind a defect
+                state.clean = min(difference.rho, math.hypot(budget.clean, ref_noise))
             strict = self.floored(self.band(math.hypot(budget.free, ref_noise), difference), link)
             state.flags = frozenset() if within(difference, strict) else frozenset(budget.flags)
             state.tainted = False
@@ -309,6 +311,13 @@ class NoisePass:
         for slot in record.slots:
             if slot.role == "in" and slot.is_tensor:
                 yield self.slot_noise(record, slot)
+        # What calls within returned: rounding adds up over all of them, however exact the inputs were.
+        within_it = [child.record for child in self.pairing.target.call_of(record).children]
+        for child in (inner for inner in within_it if inner is not None):
+            for slot in child.slots:
+                if slot.role == "out" and slot.is_tensor:
+                    state = self.state((child.seq, slot.index))
+                    yield state.noise, state.clean, state.flags, state.suspicious
 
     def _judge_leaf(self, value: Value) -> State:
         links = self.pairing.links.get(value, ())
