@@ -22,6 +22,7 @@ from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.floors import measured_floors
+from dispatch_trace.judge.given import given_inputs as border_inputs
 from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.joined import judge
 from dispatch_trace.judge.ranks import combined, setting_notices
@@ -318,6 +319,7 @@ def align(
     tolerance: float | None = None,
     steps: Any = None,
     twins: bool | None = None,
+    given_inputs: bool = False,
     progress: Progress | None = None,
 ) -> Alignment:
     """Compares two traces and names the first place where the target goes wrong.
@@ -337,6 +339,8 @@ def align(
       steps: only these step numbers.
       twins: whether both programs are run again in float64, which tells another program from the same one in
         lower precision; None: where the traces hold enough (save="leaves" or "tensors").
+      given_inputs: of recordings of a few modules (`select`): what they were handed counts as noise, however
+        much of it there is, so that each module answers for itself alone.
       progress: called with (done, total, what).
 
     Raises:
@@ -366,6 +370,9 @@ def align(
             for one in pairing.rounds:
                 one.floors = floors
             notices.append(f"{len(more) + 1} runs of the reference: a measured floor at {len(floors)} values")
+        for one in pairing.rounds if given_inputs else ():
+            given = border_inputs(one)
+            one.floors = {**one.floors, **{v: max(e, one.floors.get(v, 0.0)) for v, e in given.items()}}
         judgements.append(
             judge(
                 pairing,
@@ -403,6 +410,7 @@ def align(
             tolerance=tolerance,
             steps=None if chosen is None else sorted(chosen),
             twins=twins,
+            given_inputs=given_inputs or None,
         ),
     )
 

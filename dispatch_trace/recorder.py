@@ -237,6 +237,12 @@ class record:
             self._tracer.flush_rows()
             self._tracer.writer.flush()
 
+    def stop(self, reason: str) -> None:
+        """Records nothing more in this block. The trace keeps what it has, says why, and is not complete."""
+        if self._tracer is not None and self._tracer.active:
+            self._tracer.active = False
+            self._tracer.writer.drop(reason)
+
     @contextlib.contextmanager
     def step(self, **meta: Any) -> Iterator[None]:
         """Everything inside is one step, with this metadata (phase, req_ids, positions, …).

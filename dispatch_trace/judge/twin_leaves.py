@@ -5,6 +5,8 @@
   recorded: both get the computed one (the leaf, where only the target computes).
 * A weight that one side keeps rounded to a grid, as far as the estimates grant it: both get the grid's.
 * Low precision leaves of one dtype that are one unit in the last place apart: both get the reference's.
+* Leaves that are no farther apart than a measured floor (runs of the reference, or inputs of a partial
+  recording, see `given`): both get the reference's.
 
 What differs by more stays as it is, element by element: that is a `parameter` finding if it matters.
 """
@@ -24,7 +26,7 @@ from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.judge.estimates import roundoff
-from dispatch_trace.judge.noise import NoisePass
+from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.metrics import FLOAT_FORMATS, coarser
 from dispatch_trace.schema import StoredContent, StoredRecord
 from dispatch_trace.store.layouts import dtype_from_name
@@ -161,6 +163,10 @@ class Leaves:
         if ref.is_complex() or target.is_complex():
             return
         difference = pairing.compare(link)
+        floor = pairing.floors.get(link.ref, 0.0)
+        if floor and difference.known and within(difference, floor):
+            self._give_ref(a, b)  # its own runs differ by as much, or it came from outside the recording
+            return
         error = difference.rho if difference.known else 0.0
         if a_dtype == b_dtype:
             if roundoff(a_dtype) > _COARSE and _one_unit_apart(ref, target, a_dtype):
