@@ -7,6 +7,7 @@ the numbers go wrong. The public names load on first use, so that reading a trac
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,12 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+if os.environ.get("DISPATCH_TRACE"):
+    from dispatch_trace.autostart import start_from_environment
+
+    start_from_environment()
 
 
 if TYPE_CHECKING:

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments without the program's name; None: those of the process.
     Returns: the exit status (see the module's docstring).
     """
+    if "dispatch_trace.autostart" in sys.modules:  # the variables are for programs
+        sys.modules["dispatch_trace.autostart"].cancel()
     parser = _parser()
     try:
         options = parser.parse_args(argv)
@@ -184,6 +186,12 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run(options: argparse.Namespace) -> int:
+    from dispatch_trace.run import run, settings_of
+
+    return run(options.command, settings_of(options))
+
+
 def _demo(options: argparse.Namespace) -> int:
     from dispatch_trace import demo
 
@@ -296,6 +304,36 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("out", metavar="OUT", help="the directory to make")
     convert.add_argument("--to", choices=("vllm-neuron", "trace"), required=True, help="the layout of OUT")
     convert.set_defaults(run=_convert)
+
+    run = verbs.add_parser(
+        "run",
+        help="record any program without editing it",
+        description="Runs a program and records every model that it calls (docs/run.md). The exit status is "
+        "the program's own; 2 where it ended well but nothing was recorded.",
+        usage="dispatch-trace run [OPTIONS] -- script.py ARGS | -m MODULE ARGS | COMMAND ARGS",
+    )
+    run.add_argument("--output", metavar="PATH", help="the trace; {pid} and {rank} in it are replaced")
+    run.add_argument("--level", choices=("op", "module"), help="ops and modules (default), or modules only")
+    run.add_argument(
+        "--save",
+        metavar="[PATTERN=]WHAT",
+        action="append",
+        help="meta, stats (default), leaves or tensors, also for some modules only (repeatable)",
+    )
+    run.add_argument("--select", metavar="PATTERN", action="append", help="only these modules (repeatable)")
+    run.add_argument("--ops", metavar="REGEX", help="only ops whose base name matches")
+    run.add_argument("--steps", metavar="N", action="append", help="only these steps, as 0,3-5 (repeatable)")
+    run.add_argument("--stats", metavar="NAMES", help="only these statistics, as mean,max")
+    run.add_argument(
+        "--root",
+        metavar="SPEC",
+        action="append",
+        help="what a model is: a class name, an attribute path or a pattern, matched whole (repeatable; "
+        "default: every outermost module)",
+    )
+    run.add_argument("--overwrite", action="store_true", default=None, help="replace an earlier trace")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
+    run.set_defaults(run=_run)
 
     demo = verbs.add_parser(
         "demo",

@@ -26,6 +26,7 @@ from dispatch_trace.patterns import Selector, compile_select
 _ATTRIBUTE_PATH = re.compile(r"[^\W\d]\w*(\.\w+)+")
 _OPTIMIZED = 1  # the code flag CO_OPTIMIZED: a function, whose `f_locals` is a copy
 _MAX_ATTRIBUTES = 2000
+_OWN = ("dispatch_trace.capture", "dispatch_trace.autostart")
 
 
 class RootFinder:
@@ -38,7 +39,8 @@ class RootFinder:
         buffers, and the very first one in any case.
 
     Attributes:
-      refused: class names of modules that were called outside every root and are none.
+      refused: classes of modules that were called outside every root and are none, and how many of each.
+      names: of the roots found, in order of their first calls.
     Raises:
       PatternError: a spec is no pattern.
     """
@@ -48,36 +50,44 @@ class RootFinder:
         self.refused: dict[str, int] = {}
         self._selector: Selector | None = compile_select(specs, option="root") if specs else None
         self._looked_at: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._models: dict[str, Any] = {}
         self._modules: list[dict[str, Any]] = []
 
     @property
     def model_names(self) -> dict[str, str]:
         """The name that the first root, recorded without one, has got since there are several."""
-        return {"": self._names[0]} if len(self._names) > 1 else {}
+        return {"": self.names[0]} if len(self.names) > 1 else {}
+
+    def refuses(self, module: torch.nn.Module) -> bool:
+        """Whether the module was looked at before and belongs to no root."""
+        known = self._looked_at.get(id(module))
+        return known is not None and known() is module
 
     def find(self, module: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
         """The root that a module called outside every known root belongs to, None where there is none.
 
         Returns: the name to record it under ("" for the first) and the root.
         """
-        known = self._looked_at.get(id(module))
-        if known is not None and known() is module:
+        root = self.look(module)
+        if root is None:
             return None
-        if torch._C._get_tracing_state() is not None:
+        self.names.append(name_of(root, self.names))
+        return (self.names[-1] if len(self.names) > 1 else ""), root
+
+    def look(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        """The same, without taking the root for found."""
+        if self.refuses(module) or torch._C._get_tracing_state() is not None:
             return None
         frames = list(_frames(sys._getframe(1)))
         candidates = [module, *_holders(module, frames)]
         if self._selector is None:
-            root = candidates[-1] if not self._names or _has_state(candidates[-1]) else None
+            root = candidates[-1] if not self.names or _has_state(candidates[-1]) else None
         else:
             root = next((m for m in reversed(candidates) if self._matches(m, candidates[-1], frames)), None)
         if root is None:
             self._refuse(module)
-            return None
-        self._names.append(name_of(root, self._names))
-        return (self._names[-1] if len(self._names) > 1 else ""), root
+        return root
 
     def header(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Fields of the header that describe all roots, given those of the one found last."""
@@ -179,7 +189,7 @@ class _Locals:
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of the running code, innermost first, without those of this package's recorder."""
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith("dispatch_trace.capture"):
+        if not frame.f_globals.get("__name__", "").startswith(_OWN):
             yield frame
         frame = frame.f_back
 

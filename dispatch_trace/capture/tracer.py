@@ -375,7 +375,7 @@ class Tracer:
         model, step = self.last_step
         if self._bracket is not None:
             step = self._bracket_steps.get(model, step)
-        elif not self.adopts_root:
+        elif not self.adopts_root or (self.finder is not None and self.finder.specs):
             return None
         records = self.default_records_ops and (step < 0 or self.wants_step(step))
         return self.counters.body(

@@ -128,7 +128,9 @@ class RankReader:
                 f"{path} has no readable header: {'; '.join(self.problems) or 'no frames'}"
             )
         self._model_names = _model_names(self.header)
-        named = [replace(step, model=self._model_names.get(step.model, step.model)) for step in steps.values()]
+        named = [
+            replace(step, model=self._model_names.get(step.model, step.model)) for step in steps.values()
+        ]
         self.steps = sorted(named, key=lambda step: (step.step, step.model))
         self.num_records = sum(entry.num_records for entry in self._entries)
         self.num_contents = sum(entry.num_contents for entry in self._entries)
