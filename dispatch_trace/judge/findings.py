@@ -40,6 +40,7 @@ class Finding:
       judge: which judge found it: "twins", "local replay" or "estimates".
       hint: what the difference looks like, in words, None where nothing fits.
       seq, ref_seq: records of the target and of the reference, -1 where there is none.
+      model: name of the root model, "" where the trace has one.
     """
 
     module: str
@@ -54,6 +55,7 @@ class Finding:
     hint: str | None = None
     seq: int = -1
     ref_seq: int = -1
+    model: str = ""
 
     def __repr__(self) -> str:
         call = "" if self.call is None else f"#{self.call}"
@@ -69,6 +71,7 @@ class Finding:
         call = "" if self.call is None else f"#{self.call}"
         rows = [
             ("label", f"{self.label}{' (fatal)' if self.fatal else ''}"),
+            ("model", self.model or None),
             ("module", f"{self.module or '(root)'}{call}"),
             ("step", self.step),
             ("op", self.op),

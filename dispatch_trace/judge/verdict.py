@@ -110,11 +110,25 @@ def _all_rounds(pairing: Pairing, rounds: list[Judgement]) -> Judgement:
     share = found.coverage["compute_bytes"]["share"]
     if share < MIN_COVERAGE:
         reasons.append(f"only {100 * share:.1f} % of the compute bytes were matched or absorbed")
-    fatal = any(f.fatal for f in found.findings)
+    findings = [_with_model(f, pairing) for f in found.findings]
+    fatal = any(f.fatal for f in findings)
     verdict: Verdict = "diverged" if fatal else "inconclusive" if reasons else "match"
     return replace(
-        found, verdict=verdict, notices=notices, reasons=reasons if verdict == "inconclusive" else []
+        found,
+        verdict=verdict,
+        findings=findings,
+        notices=notices,
+        reasons=reasons if verdict == "inconclusive" else [],
     )
+
+
+def _with_model(finding: Finding, pairing: Pairing) -> Finding:
+    """The finding with the model it is in, where the program has several."""
+    for seq, program in ((finding.seq, pairing.target), (finding.ref_seq, pairing.ref)):
+        record = program.records.get(seq)
+        if record is not None:
+            return replace(finding, model=record.model) if record.model else finding
+    return finding
 
 
 class RoundJudge:

@@ -118,7 +118,8 @@ def parameter_of(found: AlignmentLike, finding: Finding) -> str | None:
 
 def _finding_lines(finding: Finding, parameter: str | None) -> list[str]:
     title = "first finding" if finding.fatal else "not fatal"
-    site = f"step {finding.step}" + (f", call {finding.call}" if finding.call else "")
+    model = f"model {finding.model}, " if finding.model else ""
+    site = f"{model}step {finding.step}" + (f", call {finding.call}" if finding.call else "")
     rows = [["module", f"{shorten(module_name(finding.module), 70)}  ({site})"]]
     if parameter is not None:
         rows.append(["parameter", shorten(parameter, WIDTH - 20)])
