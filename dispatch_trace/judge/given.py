@@ -1,8 +1,8 @@
 """What a partial recording was handed from outside is taken as given.
 
-A recording of a few modules (`select`) does not hold what their inputs were made by. Who narrows a search down
-to a module has judged its inputs before, in a recording of all modules: what differs there is noise on its way
-through, and asking again would blame the border for it. Twins read the reference's values there
+A recording of a few modules (`select`) does not hold what their inputs were made by. Who narrows a search
+down to a module has judged its inputs before, in a recording of all modules: what differs there is noise on
+its way through, and asking again would blame the border for it. Twins read the reference's values there
 (`twin_leaves`), estimates reckon with the measured error.
 """
 
