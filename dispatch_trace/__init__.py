@@ -23,6 +23,8 @@ _HOMES = {
     "TensorRegistry": "dispatch_trace.registry",
     "tap": "dispatch_trace.capture.graph",
     "inject": "dispatch_trace.inject",
+    "hunt": "dispatch_trace.hunt",
+    "Hunt": "dispatch_trace.hunt_result",
     "open": "dispatch_trace.session",
     "align": "dispatch_trace.alignment",
     "Trace": "dispatch_trace.session",
@@ -81,6 +83,8 @@ if TYPE_CHECKING:
     from dispatch_trace.capture.inline import capture_tensor as capture_tensor
     from dispatch_trace.config import CaptureConfig as CaptureConfig
     from dispatch_trace.errors import *  # noqa: F403 - the names listed in _HOMES
+    from dispatch_trace.hunt import hunt as hunt
+    from dispatch_trace.hunt_result import Hunt as Hunt
     from dispatch_trace.inject import inject as inject
     from dispatch_trace.judge.verdict import Finding as Finding
     from dispatch_trace.model_capture import ModelCapture as ModelCapture

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -192,6 +193,31 @@ def _run(options: argparse.Namespace) -> int:
     return run(options.command, settings_of(options))
 
 
+def _hunt(options: argparse.Namespace) -> int:
+    renames = _renames(options.rename)
+    _check_writable(options.json, "--json")
+    from dispatch_trace.command_program import CommandProgram
+    from dispatch_trace.hunt import DEFAULT_BUDGET, hunt_programs
+
+    found = hunt_programs(
+        (
+            CommandProgram("reference", options.ref, root=options.root),
+            CommandProgram("target", options.target, root=options.root),
+        ),
+        folder=options.output,
+        budget=DEFAULT_BUDGET if options.budget is None else options.budget,
+        rename=renames,
+        declared=options.declared or None,
+        tolerance=options.tolerance,
+        overwrite=options.overwrite,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if options.json is not None:
+        found.to_json(options.json)
+    print(found.table())
+    return EXIT_STATUS[found.verdict]
+
+
 def _demo(options: argparse.Namespace) -> int:
     from dispatch_trace import demo
 
@@ -335,6 +361,35 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
     run.set_defaults(run=_run)
 
+    hunt = verbs.add_parser(
+        "hunt",
+        help="find the op to blame by running both programs again and again",
+        description="Runs two programs under the recorder, first all modules with statistics, then the ops of "
+        "those under suspicion, then their tensors, and names what is to blame (docs/hunt.md).",
+        epilog=_STATUS_HELP,
+    )
+    hunt.add_argument("--ref", metavar="COMMAND", required=True, help="the trusted program: 'script.py ARGS'")
+    hunt.add_argument("--target", metavar="COMMAND", required=True, help="the program under suspicion")
+    hunt.add_argument(
+        "--output", metavar="DIR", default="hunt", help="recordings, page and script (default %(default)s)"
+    )
+    hunt.add_argument(
+        "--budget", metavar="SIZE", type=_bytes, help="room for recordings at any time, as 500MB (default 2GB)"
+    )
+    hunt.add_argument(
+        "--root", metavar="SPEC", action="append", default=[], help="what a model is, as of `run` (repeatable)"
+    )
+    hunt.add_argument(
+        "--rename", metavar="OLD=NEW|FILE.yaml", action="append", default=[], help="as of `align` (repeatable)"
+    )
+    hunt.add_argument(
+        "--declared", metavar="TEXT", action="append", default=[], help="as of `align` (repeatable)"
+    )
+    hunt.add_argument("--tolerance", metavar="X", type=_allowed_error, help="as of `align`")
+    hunt.add_argument("--overwrite", action="store_true", help="replace an earlier hunt in DIR")
+    hunt.add_argument("--json", metavar="FILE", help="write the same facts for programs")
+    hunt.set_defaults(run=_hunt)
+
     demo = verbs.add_parser(
         "demo",
         help="record MiniLM in fp32, bf16 and int8, and find a planted mistake",
@@ -352,6 +407,14 @@ def _count(value: str) -> int:
     if not value.isdecimal():
         raise argparse.ArgumentTypeError(f"{value!r} is no whole number from 0 on")
     return int(value)
+
+
+def _bytes(value: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", value.strip(), re.IGNORECASE)
+    number = 0 if match is None else int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{value!r} is no size above 0; write 500MB or 2GB")
+    return number
 
 
 def _allowed_error(value: str) -> float:
