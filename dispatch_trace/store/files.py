@@ -1,6 +1,6 @@
 """The files of one rank as the writer sees them: frames and shards, each durable before it is referred to.
 
-Single-threaded: the worker owns it. Any fault surfaces as OSError and leaves whole frames behind.
+Single-threaded: the disk's thread owns it. Any fault surfaces as OSError and leaves whole frames behind.
 """
 
 from __future__ import annotations

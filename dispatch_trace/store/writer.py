@@ -2,14 +2,15 @@
 
 What it must guarantee:
 
-* `put` costs the program an append; hashes, summaries, encoding and disk are the worker thread's. The
-  program waits only in `reserve`, while more than `max_pending_bytes` of snapshots are pending or the
-  worker is more than `BACKLOG_AGE_S` behind.
+* `put` costs the program an append; hashes and summaries are the worker thread's, encoding and files those
+  of a second one (`disk`), so that a batch is put together while the one before it is written. The program
+  waits only in `reserve`, while more than `max_pending_bytes` of snapshots are pending or the worker is more
+  than `BACKLOG_AGE_S` behind.
 * A frame is appended after what it refers to is durable; what was put is on disk 2 s or 64 MiB later.
 * No fault of the recorder reaches the program: what cannot be read or written is counted in the end
   frame and reported through `on_fault`, and the queue is drained on.
 
-How the files look is docs/format.md; `batch` and `files` are the two halves of the work.
+How the files look is docs/format.md; `batch` and `files` are the two halves of the work, one a thread.
 
 The worker's Python code holds the interpreter lock that the program needs after every op, so it costs
 the program about what it costs itself. Hence: no wake-up per record (the worker looks every 50 ms, or
@@ -35,6 +36,7 @@ import torch
 
 from dispatch_trace.schema import LaterRecord, RawRecord, StepInfo
 from dispatch_trace.store.batch import Batch, ContentTaker, DataBudget
+from dispatch_trace.store.disk import Disk
 from dispatch_trace.store.files import RankFiles
 
 BATCH_BYTES = 64 << 20
@@ -149,6 +151,7 @@ class TraceWriter:
         self._taker = ContentTaker(
             stats=stats, sketch=sketch, budget=DataBudget(max_bytes), drop=self._drop_data
         )
+        self._disk = Disk(self._write_out)
         self._thread = threading.Thread(target=self._work, name="dispatch_trace writer", daemon=True)
         self._thread.start()
         _live.add(self)
@@ -258,7 +261,7 @@ class TraceWriter:
         return self._taker.num_contents
 
     def _must_wait(self, num_bytes: int) -> bool:
-        if not self._accepting or not (self._queue or self._batch or self._busy):
+        if not self._accepting or not (self._queue or self._batch or self._busy or self._disk.busy):
             return False  # what is pending has not even been put: waiting would be for ever
         if self._pending_bytes and self._pending_bytes + num_bytes > self._max_pending_bytes:
             return True
@@ -392,17 +395,26 @@ class TraceWriter:
     def _answer(self, request: _Request) -> None:
         try:
             self._write_batch()
+            self._disk.wait()
             if request.close:
                 self._write_end()
+                self._disk.end()
         finally:
             request.done.set()
 
     def _write_batch(self) -> None:
+        """Hands the batch to the disk; waits where that is still busy with the one before."""
         batch, self._batch = self._batch, Batch()
         if not batch:
             return
         try:
             self._release(self._taker.summarise(batch))
+        finally:
+            self._disk.put(batch)
+
+    def _write_out(self, batch: Batch) -> None:
+        """On the disk's thread."""
+        try:
             if self._failed:
                 self.drop("records not written", len(batch.records))
             else:
