@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -61,6 +61,7 @@ def iterate(
     execution: Execution | None = None,
     inputs: bool = False,
     leaf: Leaf | None = None,
+    records: Sequence[StoredRecord] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[StoredRecord, Values]]:
     """Runs all recorded ops of a rank and hands out their values as it goes.
@@ -71,17 +72,22 @@ def iterate(
       inputs: also hand out what ops read (`in.…` slots; a copy where the op overwrites it).
       leaf: called with (content, slot) of what is read from the recording; gives the value to take
         instead, or None for the recorded one.
+      records: all of the rank in order, where somebody has read them already.
     Yields: a record and its tensors by slot name: outputs and written arguments of ops, outputs of modules
       and inline captures. They are views of live memory, valid until the next step: clone what you keep.
     Raises:
       NotExecutableError: the trace holds no data of leaves.
     """
     run = Run(reader, dtype, Execution() if execution is None else execution, leaf=leaf)
-    yield from _steps(run, until=until, inputs=inputs, progress=progress)
+    yield from _steps(run, until=until, inputs=inputs, records=records, progress=progress)
 
 
 def replay(
-    reader: RankReader, *, execution: Execution | None = None, progress: Progress | None = None
+    reader: RankReader,
+    *,
+    execution: Execution | None = None,
+    records: Sequence[StoredRecord] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[StoredRecord, Values, list[Difference]]]:
     """Runs every op in the recorded precision on what it read when it was recorded.
 
@@ -89,7 +95,7 @@ def replay(
     behind it read that. Where only leaves were kept it cannot be: what reads it is "inherited".
 
     Args:
-      execution, progress: as in `iterate`.
+      execution, records, progress: as in `iterate`.
     Yields: an op record, what it read and what it gives here by slot name (views of live memory, valid until
       the next step), and the slots whose hash did not come back.
     Raises:
@@ -98,7 +104,7 @@ def replay(
     run = Run(reader, None, Execution() if execution is None else execution)
     differing = run.execution.differing
     known = 0
-    for record, values in _steps(run, until=None, inputs=True, progress=progress):
+    for record, values in _steps(run, until=None, inputs=True, records=records, progress=progress):
         if len(differing) > known and record.kind == "op":
             yield record, values, differing[known:]
             run.restore(record)
@@ -106,13 +112,18 @@ def replay(
 
 
 def _steps(
-    run: Run, *, until: int | None, inputs: bool, progress: Progress | None
+    run: Run,
+    *,
+    until: int | None,
+    inputs: bool,
+    records: Sequence[StoredRecord] | None,
+    progress: Progress | None,
 ) -> Iterator[tuple[StoredRecord, Values]]:
     reader = run.reader
     check_executable(reader)
-    last_use, total = _last_uses(reader, until)
+    last_use, total = _last_uses(reader.records() if records is None else records, until)
     dead = _by_last_use(last_use)
-    for position, record in enumerate(reader.records()):
+    for position, record in enumerate(reader.records() if records is None else records):
         if position >= total:
             break
         with run.settings():
@@ -221,11 +232,11 @@ def _run_ready(run: Run, record: StoredRecord) -> Values:
     return values
 
 
-def _last_uses(reader: RankReader, until: int | None) -> tuple[dict[int, int], int]:
+def _last_uses(records: Iterable[StoredRecord], until: int | None) -> tuple[dict[int, int], int]:
     """Position of the last record that uses each storage, and how many records run."""
     last: dict[int, int] = {}
     total = 0
-    for position, record in enumerate(reader.records()):
+    for position, record in enumerate(records):
         if until is not None and record.seq > until:
             break
         total = position + 1
@@ -241,7 +252,7 @@ def _last_uses(reader: RankReader, until: int | None) -> tuple[dict[int, int], i
 def _run_whole(reader: RankReader, record: StoredRecord, wanted: list[StoredSlot]) -> dict[int, torch.Tensor]:
     """The wanted slots of `record` after everything before it has run."""
     run = Run(reader, None, Execution(), compare=False)
-    last_use, _ = _last_uses(reader, record.seq)
+    last_use, _ = _last_uses(reader.records(), record.seq)
     dead = _by_last_use(last_use)
     reads = [slot for slot in wanted if slot.role == "in" and record.kind == "op"]
     with run.settings():

@@ -26,13 +26,15 @@ import torch
 from dispatch_trace.schema import StoredSlot
 from dispatch_trace.store.layouts import dtype_from_name
 
-_WIDENED = {
-    "float16": torch.float64,
-    "bfloat16": torch.float64,
-    "float32": torch.float64,
-    "complex32": torch.complex128,
-    "complex64": torch.complex128,
+# What wide memory holds the recorded dtypes as, by name.
+HELD_AS = {
+    "float16": "float64",
+    "bfloat16": "float64",
+    "float32": "float64",
+    "complex32": "complex128",
+    "complex64": "complex128",
 }
+_WIDENED = {name: dtype_from_name(held) for name, held in HELD_AS.items()}
 # Which of these may share a block: complex numbers are pairs of their own float type.
 _FAMILY = {
     "float16": "float16",
@@ -46,6 +48,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT = 64  # of torch's own CPU allocator
 
 Geometry = tuple[int, int | None, tuple[int, ...], tuple[int, ...] | None, str, str]
+
+
+def dtype_family(name: str) -> str:
+    """The dtype whose memory holds tensors of a dtype: complex numbers are pairs of their own float."""
+    return _FAMILY.get(name, "float64" if name == "complex128" else name)
 
 
 def has_geometry(slot: StoredSlot) -> bool:
@@ -84,7 +91,7 @@ def assign(view: torch.Tensor, value: torch.Tensor) -> None:
     if view.dtype == value.dtype and not lazy:
         view, value = bits_of(view), bits_of(value)
     if _coincides(view):
-        flat = view.as_strided((_extent(view.shape, view.stride()),), (1,), view.storage_offset())
+        flat = view.as_strided((extent_of(view.shape, view.stride()),), (1,), view.storage_offset())
         index = torch.arange(flat.numel()).as_strided(view.shape, view.stride(), 0)
         flat[index.reshape(-1)] = value.reshape(-1).to(flat.dtype)
     else:
@@ -101,7 +108,7 @@ def _coincides(view: torch.Tensor) -> bool:
     return False
 
 
-def _extent(shape: Iterable[int], strides: Iterable[int]) -> int:
+def extent_of(shape: Iterable[int], strides: Iterable[int]) -> int:
     """Elements from the first to the last that a view touches, 0 when it has none."""
     extent = 1
     for size, stride in zip(shape, strides, strict=True):
@@ -167,7 +174,7 @@ class Memory:
     def _view(self, slot: StoredSlot) -> torch.Tensor:
         assert slot.strides is not None and slot.offset is not None
         dtype = self.dtype(slot.dtype)
-        need = (slot.offset + _extent(slot.shape, slot.strides)) * dtype.itemsize
+        need = (slot.offset + extent_of(slot.shape, slot.strides)) * dtype.itemsize
         block = self._block(slot, need)
         tensor = torch.empty(0, dtype=dtype)
         tensor.set_(block.storage, slot.offset, slot.shape, slot.strides)

@@ -37,6 +37,7 @@ from dispatch_trace.schema import StoredRecord
 from dispatch_trace.sketch import relative_distance
 
 if TYPE_CHECKING:
+    from dispatch_trace.judge.twin_leaves import Healed, Leaves
     from dispatch_trace.judge.twin_trace import TwinTrace
     from dispatch_trace.judge.twins import Twins
 
@@ -108,21 +109,31 @@ def _with_twins(
     if why:
         found = _signed(found, "estimates")
         return _noticed(found, f"judged by estimates alone: {why}") if asked else found
-    from dispatch_trace.judge.twins import TwinPass, run_twins  # they need torch
+    from dispatch_trace.execute_ops import why_taken  # these need torch
+    from dispatch_trace.judge.twin_keys import Keys
+    from dispatch_trace.judge.twin_leaves import Leaves
+    from dispatch_trace.judge.twins import TwinPass, run_twins
 
+    joined = _Joined(pairing, first, found)
     try:
-        both = run_twins(pairing, first.noise, progress)
+        leaves = Leaves(pairing, first.noise)
+        keys = Keys.of(pairing, leaves)
+        if keys.one_program and not joined.depends_on_values():
+            result = joined.as_one_program(leaves)
+            ops = [r for r in pairing.target.records.values() if r.kind == "op"]
+            taken = {(record.overload, why_taken(record)) for record in ops if why_taken(record)}
+        else:
+            both = run_twins(pairing, first.noise, leaves, keys, progress)
+            states = TwinPass(both, tolerance=tolerance, declared=first.noise.declared)
+            states.run()
+            second = RoundJudge(states.pairing, states, golden)
+            result = joined.with_runs(both, second, second.judgement(listed=False))
+            taken = set(both.target.execution.taken)
     except DispatchTraceError as error:  # a shard that cannot be read, say
         return _noticed(_signed(found, "estimates"), f"judged by estimates alone: {error}")
-    states = TwinPass(both, tolerance=tolerance, declared=first.noise.declared)
-    states.run()
-    second = RoundJudge(states.pairing, states, golden)
-    judgement = second.judgement()
-    result = _Joined(pairing, both, first, found, second, judgement).result()
-    taken = both.target.execution.taken
     if taken:
-        ops = ", ".join(sorted({f"{op} ({why})" for op, why in taken}))
-        result = _noticed(result, f"not run again in float64, recorded results stand in: {ops}")
+        names = ", ".join(sorted({f"{op} ({why})" for op, why in taken}))
+        result = _noticed(result, f"not run again in float64, recorded results stand in: {names}")
     return result
 
 
@@ -177,32 +188,44 @@ def _why_not_run(program: Program, name: str) -> str:
 
 
 class _Joined:
-    def __init__(
-        self,
-        pairing: Pairing,
-        twins: Twins,
-        first: RoundJudge,
-        estimates: Judgement,
-        second: RoundJudge,
-        programs: Judgement,
-    ) -> None:
+    """What the estimates say, in the light of the twins."""
+
+    def __init__(self, pairing: Pairing, first: RoundJudge, estimates: Judgement) -> None:
         self._pairing = pairing
-        self._twins = twins
         self._first = first
         self._estimates = _signed(estimates, "estimates")
-        self._second = second
-        self._programs = _signed(programs, "twins")
+        self._healed_leaves: list[Healed] = []
 
-    def result(self) -> Judgement:
-        outputs = self._second.outputs
-        fatal = [f for f in self._programs.findings if f.fatal]
+    def depends_on_values(self) -> bool:
+        """Whether it matters how far the outputs are from their float64 values, if the programs are one."""
+        if any(f.fatal for f in self._estimates.findings):
+            return True
+        casts = any(kind == "cast" for o in self._first.outputs for kind, _ in o.flags)
+        return casts or any(_is_settled(reason) for reason in self._estimates.reasons)
+
+    def as_one_program(self, leaves: Leaves) -> Judgement:
+        """For a target that is the reference's program op by op, where nothing depends on float64 values."""
+        self._healed_leaves = leaves.healed
+        findings = self._estimates.findings
+        return replace(self._estimates, findings=[*findings, *self._healed(findings)])
+
+    def with_runs(self, twins: Twins, second: RoundJudge, programs: Judgement) -> Judgement:
+        """After both programs have run.
+
+        Args:
+          second: of the float64 runs; programs: what it says.
+        """
+        self._twins = twins
+        self._healed_leaves = twins.healed
+        outputs = second.outputs
+        fatal = [f for f in _signed(programs, "twins").findings if f.fatal]
         resized = self._resized_by_flip()
         if fatal and resized and any(f.seq >= resized for f in fatal):
             why = "a decision fell the other way, and sizes depend on it"
             return _noticed(self._estimates, f"judged by estimates alone: {why}")
         if fatal:
             return self._other_program(fatal)
-        doubts = self._second.noise.doubts
+        doubts = second.noise.doubts
         if outputs and all(o.explained and not doubts(o.flags) for o in outputs):
             return self._same_program()
         return _noticed(self._estimates, f"judged by estimates alone: {self._why_open(outputs)}")
@@ -251,7 +274,7 @@ class _Joined:
         """Leaves that were rounded to something coarser than what goes in or out around their reader."""
         noise, target = self._first.noise, self._pairing.target
         sites, named, found = Sites(noise), {f.seq for f in known}, []
-        for healed in self._twins.healed:
+        for healed in self._healed_leaves:
             readers = target.consumers.get(healed.target)
             if not readers or not healed.error or readers[0][0] in named:
                 continue
@@ -286,7 +309,7 @@ class _Joined:
         if finding.label in _NUMERICAL:
             return True
         if finding.label in ("parameter", "argument"):
-            healed = {seq for h in self._twins.healed for seq in (h.target[0], h.ref[0])}
+            healed = {seq for h in self._healed_leaves for seq in (h.target[0], h.ref[0])}
             if finding.seq in healed or finding.ref_seq in healed:
                 return True
         owner = self._pairing.ref.records.get(finding.ref_seq)

@@ -113,11 +113,15 @@ class Leaves:
 
     def snapped(self, value: Value) -> torch.Tensor | None:
         """The leaf of the reference that a computed value of the target stands for."""
-        content = self._snapped.get(value)
+        content = self.snapped_to(value)
         if content is None:
             return None
         found = self.ref(content)
         return _load(self._pairing.ref.reader, content) if found is None else found
+
+    def snapped_to(self, value: Value) -> int | None:
+        """The content of that leaf, in the reference's recording."""
+        return self._snapped.get(value)
 
     # Finding pairs ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ precision) the record is *clouded*, with the reason: nothing behind it can be he
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,13 @@ import torch
 
 from dispatch_trace import execute
 from dispatch_trace.errors import DispatchTraceError
-from dispatch_trace.execute_memory import assign, geometry, has_geometry
-from dispatch_trace.execute_ops import REASON_RANDOM
+from dispatch_trace.execute_memory import HELD_AS, assign, geometry, has_geometry
+from dispatch_trace.execute_ops import REASON_RANDOM, why_taken
 from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.twin_values import SMALL, Fingerprint, fingerprint, plain
 from dispatch_trace.schema import StepInfo, StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
 
-WIDE = {
-    "float16": "float64",
-    "bfloat16": "float64",
-    "float32": "float64",
-    "complex32": "complex128",
-    "complex64": "complex128",
-}
 # Data that is kept beside fingerprints, at most.
 KEPT_BYTES = 1 << 28
 
@@ -82,6 +75,7 @@ class TwinTrace:
         self._versions: defaultdict[int, int] = defaultdict(int)
         self._contents: dict[Place, int] = {}
         self._kept_bytes = 0
+        self._adopted: Mapping[Place, Fingerprint] = {}
 
     # Running ----------------------------------------------------------------------------------------
 
@@ -90,7 +84,10 @@ class TwinTrace:
         *,
         keep: frozenset[Place] = frozenset(),
         put: Callable[[Place], torch.Tensor | None] | None = None,
-        seen: Callable[[Place, torch.Tensor, Fingerprint], None] | None = None,
+        seen: Callable[[Place, torch.Tensor | None, Fingerprint], None] | None = None,
+        records: Iterable[StoredRecord] | None = None,
+        known: Mapping[Place, Fingerprint] | None = None,
+        all_known: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Executes the recording.
@@ -98,18 +95,28 @@ class TwinTrace:
         Args:
           keep: slots whose values are kept whole.
           put: a value to put in the place of what an op made, before anything reads it.
-          seen: called with every value that an op made.
+          seen: called with every value that an op made; the value is None where nothing ran.
+          records: of the recording, where somebody has read them already.
+          known: fingerprints of slots that need not be taken again.
+          all_known: they are those of all values: nothing runs.
           progress: called with (records done, records in all).
         """
         execution = self.execution
         counts = _Counts(execution)
-        runs = execute.iterate(
-            self._reader,
-            dtype=torch.float64,
-            execution=execution,
-            inputs=True,
-            leaf=lambda content, _: self._leaf(content),
-            progress=progress,
+        self._adopted = known or {}
+        records = list(self._reader.records() if records is None else records)
+        runs = (
+            _unexecuted(records, execution)
+            if all_known
+            else execute.iterate(
+                self._reader,
+                dtype=torch.float64,
+                execution=execution,
+                inputs=True,
+                leaf=lambda content, _: self._leaf(content),
+                records=records,
+                progress=progress,
+            )
         )
         for record, values in runs:
             why = counts.changed()
@@ -126,7 +133,7 @@ class TwinTrace:
         record: StoredRecord,
         values: Values,
         keep: frozenset[Place],
-        seen: Callable[[Place, torch.Tensor, Fingerprint], None] | None,
+        seen: Callable[[Place, torch.Tensor | None, Fingerprint], None] | None,
     ) -> None:
         slots: list[StoredSlot] = []
         for slot in record.slots:
@@ -142,12 +149,12 @@ class TwinTrace:
             if slot.content >= 0:
                 content = self._number(place, slot, values.get(slot.name), keep, slot.name in written)
                 made = slot.role != "in" and record.kind == "op" and not record.light
-                if seen is not None and made and content >= 0 and slot.name in values:
+                if seen is not None and made and content >= 0:
                     found = self._values[content]
-                    if isinstance(found, Fingerprint):
-                        seen(place, values[slot.name], found)
+                    if isinstance(found, Fingerprint) and (slot.name in values or place in self._adopted):
+                        seen(place, values.get(slot.name), found)
             self._contents[place] = content
-            slots.append(replace(slot, dtype=WIDE.get(slot.dtype, slot.dtype), content=content))
+            slots.append(replace(slot, dtype=HELD_AS.get(slot.dtype, slot.dtype), content=content))
         self._records.append(replace(record, slots=tuple(slots)))
 
     def _number(
@@ -161,19 +168,23 @@ class TwinTrace:
         """The number of a slot's content; -1 where nothing is known of it."""
         if slot.leaf and slot.role == "in":
             return self._number_leaf(slot.content)
-        if value is None and slot.role == "out" and not slot.producers:
+        adopted = self._adopted.get(place)
+        if adopted is None and value is None and slot.role == "out" and not slot.producers:
             return self._number_leaf(slot.content)  # a parameter record
         version = self._versions[slot.storage] - (1 if overwritten else 0)
         key = (geometry(slot), version) if has_geometry(slot) else None
         if key is not None and key in self._known:
             return self._known[key]
-        if value is None:
+        found = adopted if value is None or place not in keep else None
+        if found is None and value is None:
             return -1
-        limit = value.numel() if place in keep else SMALL
-        found = fingerprint(value, keep=limit if self._kept_bytes < KEPT_BYTES else 0)
+        if found is None:
+            assert value is not None
+            limit = value.numel() if place in keep else SMALL
+            found = fingerprint(value, keep=limit if self._kept_bytes < KEPT_BYTES else 0)
         if found is None:
             return -1
-        if found.data is not None:
+        if found.data is not None and found is not adopted:
             self._kept_bytes += found.data.nbytes
         number = len(self._values)
         self._values.append(found)
@@ -222,6 +233,13 @@ class TwinTrace:
         """The number of the content at a slot, -1 where it has none."""
         return self._contents.get(place, -1)
 
+    def made(self) -> Iterator[tuple[Place, Fingerprint]]:
+        """The fingerprints of all slots that are the program's alone, leaves aside."""
+        for place, number in self._contents.items():
+            found = self._values[number] if number >= 0 else None
+            if isinstance(found, Fingerprint) and place[0] not in self.cloudy:
+                yield place, found
+
     def computed(self) -> Iterator[tuple[int, Fingerprint]]:
         """All values so far that are no leaves."""
         for number, found in enumerate(self._values):
@@ -266,6 +284,16 @@ class TwinTrace:
         if data is None:
             raise DispatchTraceError(f"value {number} of the float64 run was not kept")
         return torch.from_numpy(np.ascontiguousarray(data))
+
+
+def _unexecuted(
+    records: Iterable[StoredRecord], execution: Execution
+) -> Iterator[tuple[StoredRecord, Values]]:
+    """Records of which nothing runs; what would have been taken from the recording is counted."""
+    for record in records:
+        if record.kind == "op" and why_taken(record):
+            execution.taken[record.overload, why_taken(record)] += 1
+        yield record, {}
 
 
 class _Counts:

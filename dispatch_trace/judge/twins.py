@@ -27,6 +27,7 @@ from dispatch_trace.align.links import relinked
 from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.noise import Budget, NoisePass, State
+from dispatch_trace.judge.twin_keys import Keys, recording
 from dispatch_trace.judge.twin_leaves import Healed, Leaves
 from dispatch_trace.judge.twin_trace import TwinTrace
 from dispatch_trace.judge.twin_values import Fingerprint, distance, permutations, similar
@@ -62,21 +63,32 @@ class Twins:
         return self.leaves.healed
 
 
-def run_twins(pairing: Pairing, noise: NoisePass, progress: Progress | None = None) -> Twins:
+def run_twins(
+    pairing: Pairing, noise: NoisePass, leaves: Leaves, keys: Keys, progress: Progress | None = None
+) -> Twins:
     """Executes both recordings in float64 and lines the runs up.
+
+    Of the target nothing runs where it is known to be the reference's program, and no fingerprint is taken of
+    what is known to equal a value of the reference.
 
     Args:
       pairing: of the recordings.
       noise: what the estimates say of their values.
+      leaves: what the runs read; keys: of the values.
       progress: called with (done, total, what).
     """
 
     def running(what: str) -> Any:
         return None if progress is None else lambda done, total: progress(done, total, what)
 
-    leaves = Leaves(pairing, noise)
     ref = TwinTrace(pairing.ref.reader, leaves.ref, partial(leaves.hash, 0))
-    ref.run(keep=leaves.kept | pairing.whole[0], progress=running("running the reference in float64"))
+    ref.run(
+        keep=leaves.kept | pairing.whole[0],
+        records=recording(pairing.ref),
+        progress=running("running the reference in float64"),
+    )
+    made = {keys.ref[place]: found for place, found in ref.made() if place in keys.ref}
+    known = {place: made[key] for place, key in keys.target.items() if key in made}
 
     def target_leaf(content: int) -> torch.Tensor | None:
         place = leaves.late(content)
@@ -90,6 +102,9 @@ def run_twins(pairing: Pairing, noise: NoisePass, progress: Progress | None = No
         keep=frozenset(pairing.whole[1]),
         put=leaves.snapped,
         seen=search.look,
+        records=recording(pairing.target),
+        known=known,
+        all_known=keys.one_program and not ref.cloudy,
         progress=running("running the target in float64"),
     )
     programs = [Program(cast(RankReader, twin), steps=pairing.steps) for twin in (ref, target)]
@@ -207,7 +222,7 @@ class _Search:
             if value.is_telling:
                 self._by_size[value.numel].append(value)
 
-    def look(self, place: Value, value: torch.Tensor, mine: Fingerprint) -> None:
+    def look(self, place: Value, value: torch.Tensor | None, mine: Fingerprint) -> None:
         if place[0] in self._pairing.ops:
             return  # its counterpart is known: that another value is the same proves nothing
         for link in self._pairing.links.get(place, ()):
@@ -222,7 +237,7 @@ class _Search:
             if distance(theirs, mine) <= LIMIT:
                 self.found[place] = "equals another value of the reference"
                 return
-        if not alike:
+        if not alike or value is None:
             return
         for how, turned in permutations(value):
             if any(distance(theirs, turned) <= LIMIT for theirs in alike):

@@ -24,6 +24,7 @@ from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
 from dispatch_trace.judge.golden import Golden
+from dispatch_trace.judge.measured import statistics_notices
 from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.judge.persistence import is_hidden, module_values
 from dispatch_trace.judge.suspects import Suspects
@@ -149,15 +150,29 @@ class RoundJudge:
         self._reached: set[Value] = set()
         self.outputs: list[Output] = []
 
-    def judgement(self) -> Judgement:
-        """What was found in this round; the verdict is open until all are known."""
+    def judgement(self, *, listed: bool = True) -> Judgement:
+        """What was found in this round; the verdict is open until all are known.
+
+        Args:
+          listed: False for the fatal findings alone, without suspects, pairs and coverage.
+        """
         outputs = self._outputs()
         fatal = self._fatal(outputs)
         if self._golden is not None:
             fatal, outputs = self._against_golden(fatal, outputs, self._golden)
-        listed = Suspects(self._noise, self._blame, self._reached)
-        suspects = listed.find(fatal)
-        self._notices += listed.notices
+        if not listed:
+            self.outputs = outputs
+            return Judgement(
+                verdict="inconclusive",
+                findings=_distinct(fatal),
+                pairs=[],
+                coverage={},
+                notices=self._notices,
+                reasons=self._reasons,
+            )
+        search = Suspects(self._noise, self._blame, self._reached)
+        suspects = search.find(fatal)
+        self._notices += [*search.notices, *statistics_notices(self._pairing)]
         findings = _distinct([*fatal, *suspects])
         self._check_outputs(outputs, findings)
         self.outputs = outputs
