@@ -24,6 +24,7 @@ from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.alone import Siblings
 from dispatch_trace.judge.estimates import ACCUMULATOR, gains_of, own_noise, roundoff
 from dispatch_trace.judge.noise import NoisePass
+from dispatch_trace.judge.twin_keys import recording
 from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.sketch import fold, relative_distance
 from dispatch_trace.store.reader import RankReader
@@ -90,7 +91,10 @@ def find_faults(noise: NoisePass, progress: Callable[[int, int], None] | None = 
     execution = Execution()
     tested: list[_Tested] = []
     target = noise.pairing.target
-    for record, values, differing in execute.replay(target.reader, execution=execution, progress=progress):
+    records = list(recording(target))
+    for record, values, differing in execute.replay(
+        target.reader, execution=execution, records=records, progress=progress
+    ):
         own = {d.slot: d.why for d in differing if not d.why.startswith("inherited")}
         for slot in record.slots:
             if slot.role != "in" and slot.name in own:

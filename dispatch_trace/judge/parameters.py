@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dispatch_trace.align.content import CHUNK, Array
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.metrics import FLOAT_FORMATS, coarser, round_to, unit_roundoff
 from dispatch_trace.schema import StoredRecord
@@ -49,6 +50,27 @@ def changed_parameters(pairing: Pairing) -> Iterator[ChangedParameter]:
                 yield found
 
 
+def _round_alike(coarse: Array, fine: Array) -> bool:
+    """Whether bfloat16 numbers, as float32, are certainly those that float32 ones round to.
+
+    By bits, in a tenth of the time that arithmetic takes; False where that does not settle it.
+    """
+    if coarse.dtype != np.float32 or fine.dtype != np.float32:
+        return False
+    half, odd = np.uint32(0x7FFF), np.uint32(1)
+    a, b = coarse.reshape(-1), fine.reshape(-1)
+    for start in range(0, a.size, CHUNK):
+        bits = b[start : start + CHUNK].view(np.uint32)
+        rounded = bits >> np.uint32(16)
+        rounded &= odd
+        rounded += half
+        rounded += bits
+        rounded ^= a[start : start + CHUNK].view(np.uint32)
+        if int(rounded.max()) > 0xFFFF or not np.isfinite(a[start : start + CHUNK]).all():
+            return False
+    return True
+
+
 def _changed(pairing: Pairing, link: Link) -> ChangedParameter | None:
     readers = pairing.target.consumers.get(link.target)
     if not readers or link.ref_content < 0 or link.target_content < 0:
@@ -64,6 +86,8 @@ def _changed(pairing: Pairing, link: Link) -> ChangedParameter | None:
     if theirs is None or ours is None:
         return None
     common = coarser(a.dtype, b.dtype)
+    if common == "bfloat16" and _round_alike(*((ours, theirs) if b.dtype == common else (theirs, ours))):
+        return None
     ref, target = round_to(theirs, common), round_to(ours, common)
     if np.array_equal(ref, target):
         return None

@@ -184,7 +184,7 @@ class _Numbering:
         if kind == "dtype":
             return ("dtype", HELD_AS.get(content, content))
         if kind in ("device", "generator", "memory_format"):
-            return kind  # strides are seen where a slot is read
+            return str(kind)  # strides are seen where a slot is read
         if kind in ("layout", "complex"):
             return (kind, repr(content))
         if kind == "dict":
