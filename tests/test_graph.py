@@ -409,6 +409,17 @@ def test_taps_leave_float32_results_of_inductor_as_they_are() -> None:
     assert torch.equal(infer(tapped), plain)
 
 
+def test_gradients_of_inputs_with_more_dims_come_through_the_taps_of_inductor() -> None:
+    """AOTAutograd takes the strides of a graph's outputs in order: those of taps are no gradients'."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    x = torch.randn(2, 3, 8)
+    tapped = copy.deepcopy(model)
+    for one in (model, torch.compile(tapped, backend=dt.tap("inductor"))):
+        one(x).square().sum().backward()
+    for ours, theirs in zip(tapped.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 class RmsMix(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -105,6 +105,7 @@ def test_no_document_holds_python_that_is_not_run() -> None:
         )
 
 
+@pytest.mark.filterwarnings("default")  # of torch and its compiler, as readers see them too
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_python_of_a_document_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -132,10 +132,12 @@ def inductor(
             results = {name: node for name, node in results.items() if node.name in kept}
         num_outputs = add_taps(graph.graph, list(results.values()), tap_op())
         graph.recompile()
+        with _strides_of(num_outputs):
+            code = compile_fx_inner(graph, examples, **kwargs)
         return TappedGraph(
             frame,
             plan,
-            compile_fx_inner(graph, examples, **kwargs),
+            code,
             num_outputs=num_outputs,
             taps=list(results),
             placeholders=placeholders_of(graph.graph),
@@ -263,6 +265,23 @@ def _materialised(graph: torch.fx.GraphModule, examples: Sequence[Any], kwargs: 
     with strides, found.watching(), config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
         compile_fx_inner(copy.deepcopy(graph), examples, **kwargs)
     return found.names
+
+
+@contextmanager
+def _strides_of(num_outputs: int) -> Iterator[None]:
+    """Reports the strides of the first outputs of a graph only, to whoever compiles it.
+
+    AOTAutograd lays what backward is given out anew by these strides, in order: those of taps, which stand
+    behind all others, would be taken for the strides of the gradients that come in.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    known = None if context is None else context.output_strides
+    before = len(known or ())
+    yield
+    if known is not None:
+        del known[before + num_outputs :]
 
 
 def _inductor_options(options: dict[str, Any]) -> dict[str, Any] | None:
