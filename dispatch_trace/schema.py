@@ -12,7 +12,7 @@ How they are laid out on disk is `docs/format.md`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 SCHEMA_VERSION = 1
 
@@ -244,6 +244,27 @@ class RawRecord:
 
 # A record that the writer's thread puts together: (make, seq, *arguments) stands for make(seq, *arguments).
 LaterRecord = tuple[Any, ...]
+
+
+class NotedSite(Protocol):
+    """The module call that noted rows belong to; the attributes are those of `RawRecord`.
+
+    Attributes:
+      phase: `grad_phase`.
+      path: `module`.
+    """
+
+    model: str
+    phase: GradPhase
+    path: str
+    step: int
+    call: int
+    opened: int
+
+
+# A record that shares what it says with others: (body, seq, site, n, thread). All of the body counts but
+# its site key, seq, opened and thread; it holds no content and is never changed.
+NotedRow = tuple[RawRecord, int, NotedSite, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -354,6 +354,6 @@ def test_threads_that_come_and_go_leave_no_mode_behind(tmp_path: Any) -> None:
     with torch.no_grad(), dt.record(tmp_path / "t", model := Net(), save="meta") as recording:
         model(torch.ones(1, 4))
         assert recording._tracer is not None
-        assert len(recording._tracer.flushers) == 1
+        assert len(recording._tracer.writer.sources) == 1
     (rank,) = open_ranks(tmp_path / "t")
     assert [r.op for r in rank.records() if r.kind == "op"].count("aten.addmm") == 5

@@ -612,7 +612,8 @@ def test_worker_leaves_the_programs_cores_alone(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     try:
         writer = TraceWriter(tmp_path / "t", {})
-        writer.put_many([(make, 0), (make, 1)])
+        writer.put((make, 0))
+        writer.put((make, 1))
         writer.close()
         assert torch.get_num_threads() == 2
         other = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))

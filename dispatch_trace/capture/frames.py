@@ -7,9 +7,11 @@ numbers. Leaves to others what is recorded at a site (`ops`, `modules`) and how 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,10 +38,14 @@ class Frame:
       records_ops, records_module: whether the selection wants the ops of this body, and its return.
       counts: op base name -> how often it ran in this body.
       opened: record counter when the call was entered.
-      inputs: input slots, taken at entry; with `save="meta"` the bare leaves.
+      inputs: input slots, taken at entry; with `save="meta"` see `meta.inputs_of`.
       is_root: an outermost call of a root model.
       mode: the dispatch mode that was entered with the call, in a thread that had none.
+      rested: the dispatch mode that is off the stack while this root call runs, see `ModuleRecorder`.
+      shares_bodies: what is recorded of an op does not depend on the frame but for the site key.
     """
+
+    shares_bodies = True
 
     __slots__ = (
         "call",
@@ -55,6 +61,7 @@ class Frame:
         "phase",
         "records_module",
         "records_ops",
+        "rested",
         "step",
     )
 
@@ -81,9 +88,10 @@ class Frame:
         self.records_module = records_module
         self.counts: dict[str, int] = {}
         self.opened = 0
-        self.inputs: list[Any] = []
+        self.inputs: Any = []
         self.is_root = False
         self.mode: Any = None
+        self.rested: Any = None
 
     def count(self, name: str) -> int:
         """How often something of this name came up in the body before; counts this time."""
@@ -114,6 +122,7 @@ class ThreadState(threading.local):
       marks, owners: ascending autograd sequence numbers, and the frame that owns nodes from there on.
       mode: the dispatch mode of this recording in this thread, None where there is none.
       region: the call of compiled code that is running, None outside.
+      resting: a root call of a step that is not wanted is running, and the mode is off the stack.
     """
 
     def __init__(self) -> None:
@@ -124,6 +133,7 @@ class ThreadState(threading.local):
         self.owners: list[Frame | None] = []
         self.mode: Any = None
         self.region: Any = None
+        self.resting = False
 
 
 def walk_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, bool]]:
@@ -215,13 +225,13 @@ class Counters:
     def _of(self, model: str, step: int) -> _StepCounters:
         return self._steps.get((model, step)) or self._steps.setdefault((model, step), _StepCounters())
 
-    def next_call(self, model: str, step: int, phase: GradPhase, path: str) -> int:
-        key = (phase, path)
+    def calls_of(self, model: str, step: int, phase: GradPhase, path: str) -> Calls:
+        """The count of a module's calls in a step; taking a number from it needs no lock."""
         with self._lock:
-            counters = self._steps.get((model, step)) or self._of(model, step)
-            calls = counters.calls
-            calls[key] = call = calls.get(key, -1) + 1
-        return call
+            return self._of(model, step).calls[phase, path]
+
+    def next_call(self, model: str, step: int, phase: GradPhase, path: str) -> int:
+        return self.calls_of(model, step, phase, path).take()
 
     def recomputed_call(self, model: str, step: int, path: str) -> int:
         """Call of a recomputation that autograd does not name: the last forward one not yet redone."""
@@ -229,7 +239,7 @@ class Counters:
             counters = self._of(model, step)
             done = counters.recomputed.get(path, 0)
             counters.recomputed[path] = done + 1
-            return max(counters.calls.get(("fwd", path), -1) - done, 0)
+            return max(counters.calls["fwd", path].last - done, 0)
 
     def body(
         self, *, model: str, step: int, phase: GradPhase, path: str, call: int, records_ops: bool
@@ -258,13 +268,32 @@ class Counters:
         self._steps.pop((model, step), None)
 
 
+class Calls:
+    """Counts the calls of one module in one step.
+
+    Attributes:
+      next: gives each caller a number of its own, whatever its thread.
+      last: the number given last; -1 before the first.
+    """
+
+    __slots__ = ("last", "next")
+
+    def __init__(self) -> None:
+        self.next = itertools.count().__next__
+        self.last = -1
+
+    def take(self) -> int:
+        self.last = number = self.next()
+        return number
+
+
 class _StepCounters:
     """What is counted within one step of one model."""
 
     __slots__ = ("bodies", "calls", "recomputed")
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[GradPhase, str], int] = {}  # the last one
+        self.calls: defaultdict[tuple[GradPhase, str], Calls] = defaultdict(Calls)
         self.bodies: dict[tuple[GradPhase, str, int | None], Frame] = {}
         self.recomputed: dict[str, int] = {}
 
@@ -311,6 +340,7 @@ def in_checkpoint_recompute() -> bool:
 
 __all__ = [
     "STEPS_KEPT",
+    "Calls",
     "Counters",
     "Frame",
     "ModuleTable",

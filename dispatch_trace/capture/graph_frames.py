@@ -31,6 +31,7 @@ class GraphFrame(Frame):
     """
 
     __slots__ = ("note", "run", "source")
+    shares_bodies = False
 
     def __init__(self, base: Frame, note: str = "") -> None:
         super().__init__(

@@ -1,33 +1,43 @@
 """`save="meta"`: sites, shapes, dtypes and arguments, as cheaply as a dispatch mode allows.
 
-Guarantees: nothing of the program is kept, not even a tensor; in the op's way stand a dictionary lookup,
-a count and an append. Records are put together by the writer's thread from what `MetaRecorder` notes.
+Guarantees: nothing of the program is kept, not even a tensor; in the op's way stand looks into two dicts, a
+count and an append.
+
+What an op was called with and what it returned is mostly what it was a step ago. So it is made into a
+record once (a *body*), found again by its exact value, and what is noted of each op is a row of
+(body, number, call, count): half the memory to touch, nothing for the garbage collector to walk through, and
+a row costs the writer's thread, whose work holds up the program's, a twentieth of what a record does.
 """
 
 from __future__ import annotations
 
 import operator
-import time
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dispatch_trace.capture.frames import Frame
-from dispatch_trace.capture.ops import OpInfo, OpRecorder
-from dispatch_trace.capture.snapshot import dtype_name
+from dispatch_trace.capture.ops import OpInfo, OpRecorder, site
+from dispatch_trace.capture.snapshot import dtype_name, shape_of
 from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode
 from dispatch_trace.nested import flatten, flatten_arguments
-from dispatch_trace.schema import LaterRecord, RawRecord, RawSlot
+from dispatch_trace.schema import NotedRow, RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
 _Tensor = torch.Tensor
 _meta = operator.attrgetter("shape", "dtype")  # both in one call
 
+_MAX_BODIES = 1 << 13  # shapes that never come back (a growing cache) must not fill the memory
+_MANY_ROWS = 1 << 15
+_KEYWORDS = object()
+_BOOLS = ("false", "true")  # no argument takes a text or a truth value in the same place
+_CONSTANTS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format})
 
-_ROWS = 256
-_EVERY = 15  # a mask of record numbers
-_FLUSH_AFTER_S = 0.5
+
+class _NoKey(Exception):
+    """A value that equality and hash do not tell from every other."""
 
 
 def freeze(value: Any) -> Any:
@@ -36,7 +46,10 @@ def freeze(value: Any) -> Any:
     A tensor becomes a tuple (shape, dtype); nothing else becomes a tuple.
     """
     if isinstance(value, torch.Tensor):
-        return _meta(value)
+        try:
+            return _meta(value)
+        except RuntimeError:  # strided nested tensors have no one shape
+            return shape_of(value), value.dtype
     if isinstance(value, (list, tuple)):
         if value and type(value[0]) is int:
             return list(value)  # sizes, strides, dims: the dispatcher takes no mixed lists
@@ -44,29 +57,70 @@ def freeze(value: Any) -> Any:
     return value if type(value) in PLAIN else encode(value)
 
 
+def _exact(value: Any) -> Any:
+    """What stands for a value in a key: equal only for values that a record shows alike.
+
+    Numbers need care: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+
+    Raises:
+      _NoKey: there is no such thing.
+    """
+    kind = type(value)
+    if kind is int or kind is str or value is None:
+        return value
+    if kind is bool:
+        return _BOOLS[value]
+    if kind is float:
+        return value.hex()
+    if kind in PLAIN_TENSORS:
+        return _meta(value)
+    if kind is list or kind is tuple:
+        if value and type(value[0]) is int:
+            return tuple(value)
+        return tuple([_exact(v) for v in value])
+    if kind in _CONSTANTS:
+        return value
+    raise _NoKey
+
+
 class MetaRecorder(OpRecorder):
-    """The dispatch mode of a recording that keeps no values."""
+    """The dispatch mode of a recording that keeps no values.
+
+    Attributes:
+      rows: what was noted and not taken yet. Only this thread adds to it; whoever takes holds a lock.
+      last: number of the last record of this mode.
+      num_taken: rows taken so far.
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__(tracer)
         self._state = tracer.state
         self._infos = tracer.op_infos
+        self._bodies = tracer.bodies
         self._number = tracer.state.number
         self._next = tracer.numbers.__next__
-        self._rows: list[LaterRecord] = []
-        self._append = self._rows.append
-        self._flushed = time.monotonic()
+        self.rows: list[NotedRow] = []
+        self._append = self.rows.append
+        self._taking = threading.Lock()
+        self.num_taken = 0
         self.last = tracer.upcoming_seq - 1
 
     def start(self) -> None:
         super().start()
-        self._tracer.flushers.append(self.flush)
+        self._tracer.add_source(self)
 
     def stop(self) -> None:
         # A program's threads come and go, and each call in one has a mode of its own.
         super().stop()
-        self._tracer.flushers.remove(self.flush)
-        self.flush()
+        self._tracer.remove_source(self)
+
+    def take_rows(self) -> list[NotedRow]:
+        """Takes what was noted so far; from any thread, while the program goes on noting."""
+        with self._taking:
+            rows = self.rows[:]
+            del self.rows[: len(rows)]
+            self.num_taken += len(rows)
+        return rows
 
     def __torch_dispatch__(
         self,
@@ -75,113 +129,149 @@ class MetaRecorder(OpRecorder):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        frame = self._state.frame
         info = self._infos.get(id(func))
-        if types or info is None or frame is None or not info.direct or _current_node() is not None:
+        if types or info is None or not info.direct:
+            if info is not None and not (types or info.selected):
+                return info.call(*args, **kwargs) if kwargs else info.call(*args)
             return self.dispatch(func, types, args, kwargs)
+        frame = self._state.frame
+        if frame is None or _current_node() is not None:
+            frame = site(self._tracer, self._state, info)
+            if frame is None:
+                return info.call(*args, **kwargs) if kwargs else info.call(*args)
         out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         if frame.records_ops:
             # As `_note`, without the call: every line here is paid for by each op.
             try:
+                key: list[Any] = [info]
+                add = key.append
+                for value in args:
+                    kind = type(value)
+                    if kind in PLAIN_TENSORS:
+                        add(value.shape)
+                        add(value.dtype)
+                    elif kind is int or value is None:
+                        add(value)
+                    else:
+                        add(_exact(value))
+                if kwargs:
+                    add(_KEYWORDS)
+                    for name, value in kwargs.items():
+                        add(name)
+                        add(_exact(value))
+                if type(out) is _Tensor:
+                    add(out.shape)
+                    add(out.dtype)
+                else:
+                    add(_exact(out))
+                body = self._bodies.get(tuple(key))
+                if body is None or not frame.shares_bodies:
+                    body = self._new_body(tuple(key), frame, info, args, kwargs, out)
                 counts, base = frame.counts, info.base
                 counts[base] = n = counts.get(base, -1) + 1
                 self.last = seq = self._next()
-                self._append(
-                    (
-                        op_record,
-                        seq,
-                        frame,
-                        info,
-                        n,
-                        [
-                            _meta(v) if type(v) in PLAIN_TENSORS else v if type(v) in PLAIN else freeze(v)
-                            for v in args
-                        ],
-                        {k: freeze(v) for k, v in kwargs.items()} if kwargs else None,
-                        _meta(out) if type(out) is _Tensor else freeze(out),
-                        self._number,
-                    )
-                )
-                if not seq & _EVERY:
-                    self._flush_if_due()
+                self._append((body, seq, frame, n, self._number))
+            except (_NoKey, RuntimeError):  # strided nested tensors raise at their shape
+                self._note(frame, info, args, kwargs or {}, out)
             except Exception as error:
                 self._tracer.fault(error)
         return out
 
     def observe(self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = info.call(*args, **kwargs)
-        try:
-            self._note(frame, info, args, kwargs, out)
-        except Exception as error:
-            self._tracer.fault(error)
+        self._note(frame, info, args, kwargs, out)
         return out
 
     def _note(
         self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        """Counts the op and notes what it was called with."""
-        n = frame.count(info.base)
-        self.last = seq = self._next()
-        named = {k: freeze(v) for k, v in kwargs.items()}
-        self._append((op_record, seq, frame, info, n, freeze(args), named, freeze(out), self._number))
-        self.flush()
+        """Counts the op and notes what it was called with, in a body of its own."""
+        try:
+            body = self._new_body(None, frame, info, args, kwargs, out)
+            n = frame.count(info.base)
+            self.last = seq = self._next()
+            self._append((body, seq, frame, n, self._number))
+        except Exception as error:
+            self._tracer.fault(error)
+
+    def _new_body(
+        self,
+        key: tuple[Any, ...] | None,
+        frame: Frame,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        out: Any,
+    ) -> RawRecord:
+        body = op_record(
+            frame, info, freeze(args), {k: freeze(v) for k, v in (kwargs or {}).items()}, freeze(out)
+        )
+        self._keep_body(key if frame.shares_bodies else None, body)
+        return body
+
+    def _keep_body(self, key: tuple[Any, ...] | None, body: RawRecord) -> None:
+        if key is not None:
+            if len(self._bodies) >= _MAX_BODIES:
+                self._bodies.clear()
+            self._bodies[key] = body
 
     def note_module(self, frame: Frame, out: Any, note: str = "") -> None:
         """Notes that a module call has ended, with what it returned (None where it raised)."""
         try:
-            self.last = seq = self._next()
+            inputs = frame.inputs
             if type(out) is _Tensor:
-                leaves = [("out", _meta(out))]
+                outputs: Any = out.shape, out.dtype
             else:
-                leaves = [] if note.startswith("raised") else leaves_of_output(out)
-            self._append((module_record, seq, frame, leaves, note, self._number))
-            if frame.is_root:
-                self.flush()
-            elif not seq & _EVERY:
-                self._flush_if_due()
+                outputs = [] if note.startswith("raised") else leaves_of_output(out)
+            if type(inputs) is tuple and type(outputs) is tuple:
+                key: Any = (note, inputs, outputs)
+            else:
+                key = _key_of_leaves(note, inputs, outputs)
+            body = self._bodies.get(key)
+            if body is None:
+                leaves = [("out", outputs)] if type(outputs) is tuple else outputs
+                body = module_record(-1, frame, leaves, note, self._number)
+                self._keep_body(key, body)
+            self.last = seq = self._next()
+            self._append((body, seq, frame, 0, self._number))
+            if len(self.rows) > _MANY_ROWS:
+                self._tracer.put_rows(self.take_rows())
         except Exception as error:
             self._tracer.fault(error)
-
-    def _flush_if_due(self) -> None:
-        """Asked at every sixteenth record: a long call must not keep its notes to itself."""
-        if len(self._rows) >= _ROWS or time.monotonic() - self._flushed > _FLUSH_AFTER_S:
-            self.flush()
 
     def upcoming_seq(self) -> int:
         return self.last + 1
 
-    def flush(self) -> None:
-        """Hands on what was noted: at a batch, at the end of a root call, and before the recorder waits."""
-        self._flushed = time.monotonic()
-        rows, self._rows = self._rows, []
-        self._append = self._rows.append
-        if rows:
-            self._tracer.put_rows(rows)
+
+def _key_of_leaves(note: str, *sides: Any) -> tuple[Any, ...] | None:
+    """The key of a module call that took or returned more than one tensor; None where it has none."""
+    try:
+        return note, *[
+            side
+            if type(side) is tuple
+            else ("leaves", *[(name, v if type(v) is tuple else _exact(v)) for name, v in side])
+            for side in sides
+        ]
+    except _NoKey:
+        return None
 
 
 def op_record(
-    seq: int,
-    frame: Frame,
-    info: OpInfo,
-    n: int,
-    values: list[Any],
-    keywords: dict[str, Any] | None,
-    result: Any,
-    thread: int,
+    frame: Frame, info: OpInfo, values: list[Any], keywords: dict[str, Any], result: Any
 ) -> RawRecord:
-    """The record of an op, from what `MetaRecorder` noted."""
-    record = info.record(frame, seq, n, random=info.random, thread=thread)
-    for name, value in info.arguments(values, keywords or {}):
+    """The record of an op with these frozen values; whose it is and its numbers stand in the rows."""
+    record = info.record(frame, -1, 0, random=info.random)
+    for name, value in info.arguments(values, keywords):
         record.args.append((name, _slots(value, f"in.{name}", "in", record.slots)))
     if result is not None:
         _slots(result, "out", "out", record.slots)
     return record
 
 
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Names and frozen values of a module call's arguments."""
-    if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
-        return [("in[0]", _meta(args[0]))]
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module call was given: of the usual one tensor (shape, dtype), else names and frozen values."""
+    if len(args) == 1 and not kwargs and type(args[0]) is _Tensor:
+        return _meta(args[0])
     return [(name, freeze(value)) for name, value in flatten_arguments(args, kwargs)]
 
 
@@ -203,7 +293,8 @@ def module_record(
         thread=thread,
         note=note,
     )
-    for role, leaves in (("in", frame.inputs), ("out", outputs)):
+    inputs = [("in[0]", frame.inputs)] if type(frame.inputs) is tuple else frame.inputs
+    for role, leaves in (("in", inputs), ("out", outputs)):
         for name, value in leaves:
             if type(value) is tuple:
                 _slots(value, name, role, record.slots)
@@ -225,5 +316,5 @@ def _slots(value: Any, name: str, role: str, slots: list[RawSlot]) -> Any:
     return value
 
 
-def _plain_shape(shape: torch.Size) -> tuple[int, ...]:
+def _plain_shape(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(s if type(s) is int else -1 for s in shape)

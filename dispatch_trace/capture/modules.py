@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dispatch_trace.capture import meta
 from dispatch_trace.capture.compiled import Region
 from dispatch_trace.capture.frames import (
     STEPS_KEPT,
+    Calls,
     Frame,
     ModuleTable,
     ThreadState,
@@ -35,6 +37,8 @@ from dispatch_trace.nested import flatten, flatten_arguments
 _MISSING = object()
 _current_node = torch._C._current_autograd_node
 _is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_compiler: Any = torch.compiler
 _call_impl = torch.nn.Module._call_impl
 _has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
@@ -56,12 +60,13 @@ class ModuleRecorder:
         self._wrapped_forwards: dict[type, Any] = {}
         self._bodies: dict[type, tuple[Any, Any]] = {}
         self._sites: dict[int, _Site] = {}
+        self._skipped: set[int] = set()
 
     def install(self) -> None:
         """Wraps `nn.Module.__call__`, and `forward` of every class in the table."""
         original = self._original_call = torch.nn.Module.__call__
         begin, end, fail = self._begin, self._end, self._fail
-        tracer = self._tracer
+        tracer, state, skipped = self._tracer, self._tracer.state, self._skipped
         # A wrapper costs the program stack depth, and deep models come close to the limit: where
         # nobody else has wrapped it, torch's own first frames are stepped over.
         plain = self._plain = original.__name__ == "_wrapped_call_impl"
@@ -69,13 +74,17 @@ class ModuleRecorder:
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not tracer.active or _is_compiling():
+            if not tracer.active or _is_compiling() or state.resting:
+                return original(module, *args, **kwargs)
+            body = bodies.get(type(module)) if plain else None
+            if id(module) in skipped:
+                if body is not None and _calls_forward_only(module, body[0]):
+                    return body[1](module, *args, **kwargs)
                 return original(module, *args, **kwargs)
             opened = begin(module, args, kwargs)
             if opened is None:
                 return original(module, *args, **kwargs)
             try:
-                body = bodies.get(type(module)) if plain else None
                 if body is not None and _calls_forward_only(module, body[0]):
                     out = body[1](module, *args, **kwargs)
                 elif plain and module._compiled_call_impl is None:
@@ -108,42 +117,78 @@ class ModuleRecorder:
             if usual and body is not None and tracer.options.steps is None:
                 model, path = paths[0]
                 self._sites[id(module)] = _Site(model, path, *tracer.wanted(path, 0), *body)
+        self._skipped.clear()
+        self._skipped.update(self._far_from_selected())
+        for number in self._skipped:
+            self._sites.pop(number, None)
+
+    def _far_from_selected(self) -> set[int]:
+        """Modules (their ids) whose calls leave no trace: nothing is wanted of them, above them or below.
+
+        Their ops belong to the nearest call that is followed, of which nothing is wanted either.
+        """
+        tracer, options = self._tracer, self._tracer.options
+        if options.selector is None or tracer.table.compiled:
+            return set()
+        places = [(model, path, id(module)) for model, path, module in tracer.table.items()]
+        wanted = {(m, p) for m, p, _ in places if options.wants_ops_of(p) or options.wants_module(p)}
+        above = {(model, part) for model, path in wanted for part in _above(path)}
+        followed = {
+            number
+            for model, path, number in places
+            if (model, path) in wanted
+            or (model, path) in above
+            or path == ""
+            or any((model, part) in wanted for part in _above(path))
+        }
+        return {number for _, _, number in places} - followed
 
     def _short_call(self, call: Any) -> Any:
         """`call` for `save="meta"`, with the plain case in one piece: functions cost more than what they do.
 
-        Plain is a call inside a call, by the one name the module has, without gradients, of a module
-        whose class's forward is all there is to it.
+        Plain is a call inside a call of the same model, by the one name the module has, of a module whose
+        class's forward is all there is to it.
         """
         tracer, sites, fail, original = self._tracer, self._sites, self._fail, self._original_call
-        state, next_call = tracer.state, tracer.counters.next_call
+        state, counters = tracer.state, tracer.counters
         wants_inputs = tracer.options.inputs
-        is_grad_enabled = torch.is_grad_enabled
+        is_grad_enabled, new_frame, inputs_of = torch.is_grad_enabled, Frame, meta.inputs_of
 
         @functools.wraps(original)
         def short_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if _is_compiling():
+            # The two halves of `is_compiling`, which is two calls. Dynamo folds the first.
+            if _is_dynamo_compiling() or _compiler._is_compiling_flag:
                 return original(module, *args, **kwargs)
-            parent, mode, site = state.frame, state.mode, sites.get(id(module))
+            site = sites.get(id(module))
+            if site is None:
+                return call(module, *args, **kwargs)
+            parent, mode = state.frame, state.mode
             if (
-                site is None
-                or parent is None
+                parent is None
                 or mode is None
-                or is_grad_enabled()
+                or parent.model != site.model
                 or _current_node() is not None
                 or not tracer.active
                 or not _calls_forward_only(module, site.forward)
             ):
                 return call(module, *args, **kwargs)
-            model, path, step, returns = site.model, site.path, parent.step, site.records_module
-            number = next_call(model, step, "fwd", path)
-            frame = Frame(model, path, number, "fwd", step, module, parent, site.records_ops, returns)
+            step, returns = parent.step, site.records_module
+            counted, calls = site.counted
+            if counted != step:
+                calls = counters.calls_of(site.model, step, "fwd", site.path)
+                site.counted = step, calls
+            calls.last = number = calls.next()
+            frame = new_frame(
+                site.model, site.path, number, "fwd", step, module, parent, site.records_ops, returns
+            )
             frame.opened = mode.last + 1
             if returns and wants_inputs:
                 try:
-                    frame.inputs = meta.leaves_of(args, kwargs)
+                    frame.inputs = inputs_of(args, kwargs)
                 except Exception as error:
                     tracer.fault(error)
+            if is_grad_enabled():
+                mark_sequence(state, frame)
             state.frame = frame
             try:
                 out = site.original(module, *args, **kwargs)
@@ -151,8 +196,11 @@ class ModuleRecorder:
                 fail(frame, error)
                 raise
             state.frame = parent
+            if is_grad_enabled():
+                mark_sequence(state, parent)
             if returns:
                 mode.note_module(frame, out)
+            frame.module = None
             return out
 
         return short_call
@@ -178,13 +226,13 @@ class ModuleRecorder:
         if not callable(original) or isinstance(own, (staticmethod, classmethod, property)):
             return
         begin, end, fail = self._begin, self._end, self._fail
-        tracer = self._tracer
+        tracer, state, skipped = self._tracer, self._tracer.state, self._skipped
 
         @functools.wraps(original)
         def forward(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not tracer.active or _is_compiling():
+            if not tracer.active or _is_compiling() or state.resting or id(self) in skipped:
                 return original(self, *args, **kwargs)
-            frame = tracer.state.frame
+            frame = state.frame
             if frame is not None and frame.module is self:
                 return original(self, *args, **kwargs)  # the body of a call that is open already
             opened = begin(self, args, kwargs)
@@ -211,7 +259,7 @@ class ModuleRecorder:
         """Opens a call, or says that this one is not for us."""
         tracer = self._tracer
         state = tracer.state
-        if state.busy:
+        if state.busy or state.resting:
             return None
         paths = tracer.table.get(module)
         if paths is None:
@@ -244,6 +292,8 @@ class ModuleRecorder:
         if frame.is_root:
             tracer.root_entered(frame.model)
         state.frame = frame
+        if frame.is_root and not tracer.wants_step(frame.step):
+            self._rest(state, frame)
         if is_region:
             try:
                 self._regions.enter(state, frame, module, args, kwargs)
@@ -275,9 +325,35 @@ class ModuleRecorder:
             self._tracer.fault(error)
         return table
 
+    def _rest(self, state: ThreadState, frame: Frame) -> None:
+        """Takes the mode off the stack for a root call of a step that is not wanted: it runs at full speed.
+
+        Not where another mode lies above ours, nor where compiled code has to be told of its calls.
+        """
+        if self._tracer.table.compiled:
+            return
+        mode: Any = state.mode
+        if mode is not None and _get_current_dispatch_mode() is not mode:
+            return
+        if mode is not None:
+            mode.stop()
+        frame.rested = mode
+        state.resting = True
+
+    def _wake(self, state: ThreadState, frame: Frame) -> None:
+        state.resting = False
+        mode, frame.rested = frame.rested, None
+        if mode is not None:
+            mode.start()
+        if self._tracer.storages is not None:
+            with self._tracer.own_ops(state):
+                self._tracer.storages.forget_unseen()
+
     def _unwind(self, frame: Frame) -> ThreadState:
         tracer = self._tracer
         state = tracer.state
+        if state.resting and frame.is_root:
+            self._wake(state, frame)
         if frame.mode is not None:
             frame.mode.stop()
         state.frame = frame.parent
@@ -334,7 +410,7 @@ class ModuleRecorder:
                     tracer.record_written_parameters(state, step)
         if records_module and tracer.options.inputs:
             if tracer.storages is None:
-                frame.inputs = meta.leaves_of(args, kwargs)
+                frame.inputs = meta.inputs_of(args, kwargs)
             else:
                 with tracer.own_ops(state):
                     tracer.set_save(tracer.options.save_of(path))
@@ -378,15 +454,31 @@ class ModuleRecorder:
             frame.module = None  # backward may ask for the frame much later, and needs no module
 
 
-class _Site(NamedTuple):
-    """What every call of one module has in common, where the module has one name."""
+class _Site:
+    """What every call of one module has in common, where the module has one name.
 
-    model: str
-    path: str
-    records_ops: bool
-    records_module: bool
-    forward: Any
-    original: Any
+    Attributes:
+      counted: a step, and the count of the module's calls in it: the last step that it was called in.
+    """
+
+    __slots__ = ("counted", "forward", "model", "original", "path", "records_module", "records_ops")
+
+    def __init__(
+        self, model: str, path: str, records_ops: bool, records_module: bool, forward: Any, original: Any
+    ) -> None:
+        self.model = model
+        self.path = path
+        self.records_ops = records_ops
+        self.records_module = records_module
+        self.forward = forward
+        self.original = original
+        self.counted: tuple[int | None, Calls] = None, Calls()
+
+
+def _above(path: str) -> list[str]:
+    """Paths of the modules that hold this one, the root apart: `a`, `a.b` of `a.b.c`."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _calls_forward_only(module: torch.nn.Module, wrapper: Any) -> bool:

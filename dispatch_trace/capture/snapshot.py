@@ -371,6 +371,16 @@ class Storages:
             if not tensor.is_inference():
                 entry.version = max(entry.version, tensor._version) + 1
 
+    def forget_unseen(self) -> None:
+        """Ops ran while no mode was on: what they may have written is no longer known.
+
+        Parameters and buffers are kept: their version counters tell.
+        """
+        self.purge()
+        for entry in (*self._by_address.values(), *self._by_object.values()):
+            if not entry.parameters:
+                entry.forget()
+
     def parameter_is_current(self, tensor: torch.Tensor, known: tuple[str, str, str]) -> bool:
         """Whether the last record of the parameter (model, path, name) still shows its value."""
         state = self._parameters.get(known)

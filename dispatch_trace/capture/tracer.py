@@ -24,8 +24,8 @@ from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
 from dispatch_trace.registry import Opaque
-from dispatch_trace.schema import NO_CALL, GradPhase, LaterRecord, RawRecord, RawSlot, Save, StepInfo
-from dispatch_trace.store.writer import TraceWriter
+from dispatch_trace.schema import NO_CALL, GradPhase, NotedRow, RawRecord, RawSlot, Save, StepInfo
+from dispatch_trace.store.writer import RowSource, TraceWriter
 
 _current_node = torch._C._current_autograd_node
 PLAIN = frozenset({type(None), bool, int, float, str})
@@ -170,13 +170,14 @@ class Tracer:
         self.state.number = 0
         self.counters = Counters()
         self.op_infos: dict[int, Any] = {}  # by id of the overload: its own hash is a Python call
-        self.flushers: list[Callable[[], None]] = []
+        self.bodies: dict[Any, RawRecord] = {}  # what noted rows share, by what they say
         self.items: dict[int | float, int] = {}
         self.find_source = SourceFinder()
         self.active = True
         self.recorded_steps = False
         self.last_step: tuple[str, int] = (next(iter(models), ""), -1)
-        self.num_records = 0
+        self._num_put = 0
+        self._num_noted = 0
         self.num_calls = 0
         self.num_parameters = 0
         self.upcoming_seq = 0
@@ -224,7 +225,9 @@ class Tracer:
         return seq
 
     def put(self, record: RawRecord) -> None:
-        self.num_records += 1
+        if self.writer.sources:
+            self.flush_rows()  # so that records come in the order in which they were made
+        self._num_put += 1
         self.writer.put(record)
 
     def put_module(self, frame: Frame, slots: list[RawSlot], *, producer: int = -1, note: str = "") -> None:
@@ -263,20 +266,38 @@ class Tracer:
             frame.record(seq, "inline", name=name, n=n, slots=slots, source=source, thread=self.state.number)
         )
 
-    def put_rows(self, rows: list[LaterRecord]) -> None:
-        """Hands over records that are numbered already."""
-        self.num_records += len(rows)
-        self.upcoming_seq = rows[-1][1] + 1
-        self.writer.put_many(rows)
+    def put_rows(self, rows: list[NotedRow]) -> None:
+        """Hands over rows that a source has noted, counted by the source."""
+        self.writer.put_rows(rows)
+
+    def add_source(self, source: RowSource) -> None:
+        """Has the writer fetch from this mode what it notes."""
+        self.writer.sources.append(source)
+
+    def remove_source(self, source: RowSource) -> None:
+        """A mode has come off its thread's stack: what it noted last is handed over."""
+        self.writer.sources.remove(source)
+        self.put_rows(source.take_rows())
+        with self._lock:
+            self._num_noted += source.num_taken
+            source.num_taken = 0
+        self.upcoming_seq = max(self.upcoming_seq, source.last + 1)
 
     def flush_rows(self) -> None:
-        """Has every mode that is on hand over what it noted."""
-        for flush in list(self.flushers):
-            flush()
+        """Hands over what every mode has noted: before what follows is put, and before the recorder waits."""
+        for source in self.writer.sources[:]:
+            self.put_rows(source.take_rows())
+            self.upcoming_seq = max(self.upcoming_seq, source.last + 1)
+
+    @property
+    def num_records(self) -> int:
+        """Records made so far."""
+        noted = sum(source.num_taken + len(source.rows) for source in self.writer.sources[:])
+        return self._num_put + self._num_noted + noted
 
     def put_later(self, make: Callable[..., RawRecord], *arguments: Any) -> None:
         """Numbers a record now and has the writer's thread put it together: make(seq, *arguments)."""
-        self.num_records += 1
+        self._num_put += 1
         self.writer.put((make, self.next_seq(), *arguments))
 
     def own_ops(self, state: ThreadState, *, in_dispatch: bool = False) -> OwnOps:
@@ -311,6 +332,7 @@ class Tracer:
         self.table = ModuleTable()
         self._parameter_owners.clear()
         self.op_infos.clear()
+        self.bodies.clear()
 
     # -- threads -------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ and are stored once; a tensor that cannot be read costs its own data only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from dispatch_trace import kernel
-from dispatch_trace.schema import Content, RawRecord, StepInfo
+from dispatch_trace.schema import Content, NotedRow, RawRecord, StepInfo
 from dispatch_trace.stats import accumulate_many
 from dispatch_trace.store import layouts
 from dispatch_trace.store.records import ContentRow
 
 OVER_BUDGET = "data beyond max_bytes"
+_ROW_BYTES = 32
 _RECORD_BYTES = 256  # a record's share of a batch, for the bound on its size
 # Only these devices are asked for casts and sums. From any other the value comes to the host first:
 # Neuron's casts fail or round (docs/neuron.md), and not every device has a float64.
@@ -45,7 +46,7 @@ class Batch:
     """
 
     steps: list[StepInfo] = field(default_factory=list)
-    records: list[RawRecord] = field(default_factory=list)
+    records: list[RawRecord | NotedRow] = field(default_factory=list)
     amendments: list[dict[str, Any]] = field(default_factory=list)
     contents: list[ContentRow] = field(default_factory=list)
     sketches: list[np.ndarray[Any, Any]] = field(default_factory=list)
@@ -62,6 +63,10 @@ class Batch:
     def add_record(self, record: RawRecord) -> None:
         self.records.append(record)
         self.num_bytes += _RECORD_BYTES
+
+    def add_rows(self, rows: Sequence[NotedRow]) -> None:
+        self.records += rows
+        self.num_bytes += _ROW_BYTES * len(rows)
 
 
 class DataBudget:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from dispatch_trace.errors import TraceFormatError
 
@@ -59,15 +60,17 @@ def unpack_plain(data: bytes | memoryview) -> Any:
     return msgpack.unpackb(data, object_hook=_restore, strict_map_key=False)
 
 
-def int_column(values: Sequence[int]) -> Column:
+def int_column(values: Sequence[int] | npt.NDArray[np.int64]) -> Column:
     """Integers of at most 64 bits, in the smallest form that holds them."""
-    if not values:
+    if not len(values):
         return ["const", 0]
-    first = values[0]
-    if values.count(first) == len(values):
+    if not isinstance(values, np.ndarray) and values.count(values[0]) == len(values):
+        return ["const", values[0]]  # the usual case, without an array
+    array = np.asarray(values, dtype=np.int64)
+    first, last = int(array[0]), int(array[-1])
+    if bool((array == first).all()):
         return ["const", first]
-    array = np.array(values, dtype=np.int64)
-    if values[-1] - first == len(values) - 1 and bool((np.diff(array) == 1).all()):
+    if last - first == len(array) - 1 and bool((np.diff(array) == 1).all()):
         return ["range", first]
     low, high = int(array.min()), int(array.max())
     for name in ("i1", "<i2", "<i4"):

@@ -19,7 +19,7 @@ from dispatch_trace.store import layouts
 from dispatch_trace.store.batch import Batch
 from dispatch_trace.store.columns import pack_plain
 from dispatch_trace.store.frames import INDEX_NAME, SHARD_NAME, SegmentWriter
-from dispatch_trace.store.records import encode_records
+from dispatch_trace.store.noted import encode_batch
 from dispatch_trace.store.shards import ShardTensor, write_shard
 
 
@@ -75,7 +75,7 @@ class RankFiles:
         for step in batch.steps:
             self._write_step(step)
         if batch.records:
-            self._segments.append(encode_records(batch.records, batch.contents, sketch))
+            self._segments.append(encode_batch(batch.records, batch.contents, sketch))
         self._segments.sync()
         self.num_records += len(batch.records)
         self.num_contents += len(batch.contents)

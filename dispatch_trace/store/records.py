@@ -71,31 +71,63 @@ def encode_records(
       sketch: (shard, tensor number, crc32) of the batch's sketches.
     """
     strings, values = Interner(), Interner()
-    frame = {
-        "type": "records",
-        "num_records": len(records),
-        "num_contents": len(contents),
-        "first_content": contents[0].id if contents else -1,
-        "first_seq": min((record.seq for record in records), default=-1),
-        "last_seq": max((record.seq for record in records), default=-1),
-        "sketch": list(sketch) if sketch is not None else None,
-    }
     slots = [slot for record in records for slot in record.slots]
     producers = [producer for slot in slots for producer in slot.producers]
-    frame["num_slots"] = len(slots)
-    frame["num_producers"] = len(producers)
-    frame["record"] = pack_plain(_record_table(records, strings, values))
-    frame["slot"] = pack_plain(_slot_table(slots, strings, values))
-    frame["producer"] = pack_plain(
-        {
-            "seq": int_column([seq for seq, _ in producers]),
-            "slot": int_column([slot for _, slot in producers]),
-        }
+    return frame_of(
+        [record.seq for record in records],
+        len(slots),
+        strings=strings,
+        values=values,
+        record=record_table(records, strings, values),
+        slot=slot_table(slots, strings, values),
+        producers=producers,
+        contents=contents,
+        sketch=sketch,
     )
-    frame["content"] = pack_plain(_content_table(contents, values))
-    frame["strings"] = pack_plain(strings.entries)
-    # Entries are packed already; a msgpack array is its header followed by them.
-    frame["values"] = _array_header(len(values.entries)) + b"".join(values.entries)
+
+
+def frame_of(
+    seqs: Sequence[int],
+    num_slots: int,
+    *,
+    strings: Interner,
+    values: Interner,
+    record: dict[str, Column],
+    slot: dict[str, Column],
+    producers: Sequence[tuple[int, int]] = (),
+    contents: Sequence[ContentRow] = (),
+    sketch: tuple[int, int, int] | None = None,
+) -> bytes:
+    """A `records` frame from its tables.
+
+    Args:
+      seqs: of the records.
+      record, slot: columns; their strings and values are numbered in `strings` and `values`.
+      producers: (seq, slot) of all slots, one slot after the other.
+    """
+    frame = {
+        "type": "records",
+        "num_records": len(seqs),
+        "num_contents": len(contents),
+        "first_content": contents[0].id if contents else -1,
+        "first_seq": min(seqs, default=-1),
+        "last_seq": max(seqs, default=-1),
+        "sketch": list(sketch) if sketch is not None else None,
+        "num_slots": num_slots,
+        "num_producers": len(producers),
+        "record": pack_plain(record),
+        "slot": pack_plain(slot),
+        "producer": pack_plain(
+            {
+                "seq": int_column([seq for seq, _ in producers]),
+                "slot": int_column([slot for _, slot in producers]),
+            }
+        ),
+        "content": pack_plain(_content_table(contents, values)),
+        "strings": pack_plain(strings.entries),
+        # Entries are packed already; a msgpack array is its header followed by them.
+        "values": _array_header(len(values.entries)) + b"".join(values.entries),
+    }
     return pack_plain(frame)
 
 
@@ -116,7 +148,7 @@ def _number_columns(rows: Sequence[Any], names: Sequence[str]) -> dict[str, Colu
     return {name: int_column(list(map(attrgetter(name), rows))) for name in names}
 
 
-def _record_table(records: Sequence[RawRecord], strings: Interner, values: Interner) -> dict[str, Column]:
+def record_table(records: Sequence[RawRecord], strings: Interner, values: Interner) -> dict[str, Column]:
     table = _string_columns(records, _RECORD_STRINGS, strings)
     table.update(_number_columns(records, _RECORD_NUMBERS))
     sources = [record.source or ("", -1) for record in records]
@@ -129,7 +161,7 @@ def _record_table(records: Sequence[RawRecord], strings: Interner, values: Inter
     return table
 
 
-def _slot_table(slots: Sequence[Any], strings: Interner, values: Interner) -> dict[str, Column]:
+def slot_table(slots: Sequence[Any], strings: Interner, values: Interner) -> dict[str, Column]:
     table = _string_columns(slots, _SLOT_STRINGS, strings)
     table.update(_number_columns(slots, _SLOT_NUMBERS))
     table["flags"] = int_column(

@@ -27,14 +27,14 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from dispatch_trace.schema import LaterRecord, RawRecord, StepInfo
+from dispatch_trace.schema import LaterRecord, NotedRow, RawRecord, StepInfo
 from dispatch_trace.store.batch import Batch, ContentTaker, DataBudget
 from dispatch_trace.store.disk import Disk
 from dispatch_trace.store.files import RankFiles
@@ -72,7 +72,25 @@ class _Amendment:
         self.fields = fields
 
 
-_Item = RawRecord | LaterRecord | StepInfo | _Request | _Amendment
+_Item = RawRecord | LaterRecord | list[NotedRow] | StepInfo | _Request | _Amendment
+
+
+class RowSource(Protocol):
+    """Notes rows for the worker to fetch, so that the program need not hand them over.
+
+    Attributes:
+      rows: noted and not taken.
+      num_taken: rows taken so far.
+      last: number of the last record noted.
+    """
+
+    rows: list[NotedRow]
+    num_taken: int
+    last: int
+
+    def take_rows(self) -> list[NotedRow]:
+        """Takes them; from any thread."""
+
 
 # Writers of this process, so that a fork can switch off the child's copies: their thread is not there.
 _live: weakref.WeakSet[TraceWriter] = weakref.WeakSet()
@@ -93,6 +111,7 @@ class TraceWriter:
     Attributes:
       path: the trace directory.
       directory: this rank's directory in it.
+      sources: of rows, looked at by the worker.
     """
 
     def __init__(
@@ -132,6 +151,9 @@ class TraceWriter:
         self._on_fault = on_fault
 
         self._queue: deque[tuple[float, _Item]] = deque()
+        self.sources: list[RowSource] = []
+        self._num_rows = 0  # queued ones
+        self._fetched_at = time.monotonic()
         self._kick = threading.Event()
         self._room = threading.Condition()  # guards the counters that both sides change
         self._pending_bytes = 0
@@ -197,12 +219,13 @@ class TraceWriter:
             if len(self._queue) > QUEUE_RECORDS:
                 self._wait_for_queue()
 
-    def put_many(self, records: Sequence[RawRecord | LaterRecord]) -> None:
-        """Hands several records over at once."""
-        if self._accepting:
-            now = time.monotonic()
-            self._queue.extend([(now, record) for record in records])
-            if len(self._queue) > QUEUE_RECORDS:
+    def put_rows(self, rows: list[NotedRow]) -> None:
+        """Hands over rows, which nobody changes any more."""
+        if self._accepting and rows:
+            with self._room:
+                self._num_rows += len(rows)
+            self._queue.append((time.monotonic(), rows))
+            if self._num_rows > QUEUE_RECORDS:
                 self._wait_for_queue()
 
     def put_step(self, step: StepInfo) -> None:
@@ -281,7 +304,7 @@ class TraceWriter:
         with self._room:
             self._num_waiting += 1
             try:
-                while self._accepting and len(self._queue) > QUEUE_RECORDS // 2:
+                while self._accepting and len(self._queue) + self._num_rows > QUEUE_RECORDS // 2:
                     self._kick.set()
                     self._room.wait(_POLL_S)
             finally:
@@ -331,12 +354,34 @@ class TraceWriter:
             and not self._batch
             and not self._num_waiting
             and self._age_s() < _REST_S
+            and (not self.sources or self._sources_may_rest())
         )
+
+    def _sources_may_rest(self) -> bool:
+        num_rows = sum(len(source.rows) for source in self.sources[:])
+        return num_rows < BATCH_RECORDS and time.monotonic() - self._fetched_at < _REST_S
+
+    def _fetch(self) -> None:
+        """Takes what the sources have noted; none of it is older than the last time."""
+        since, self._fetched_at = self._fetched_at, time.monotonic()
+        for source in self.sources[:]:
+            rows = source.take_rows()
+            if rows:
+                self._take_rows(rows, since)
+
+    def _take_rows(self, rows: list[NotedRow], since: float) -> None:
+        for start in range(0, len(rows), BATCH_RECORDS):
+            if not self._batch:
+                self._batch.since = since
+            self._batch.add_rows(rows[start : start + BATCH_RECORDS])
+            if len(self._batch.records) >= BATCH_RECORDS:
+                self._write_batch()
 
     def _drain(self) -> bool:
         """Works off what is queued; False when asked to end."""
         self._busy = True
         try:
+            self._fetch()
             while True:
                 try:
                     since, item = self._queue.popleft()
@@ -374,9 +419,13 @@ class TraceWriter:
         now = time.monotonic()
         return now - self._batch.since > BATCH_AGE_S and now - self._written_at > BATCH_GAP_S
 
-    def _take(self, item: RawRecord | LaterRecord | StepInfo | _Amendment) -> None:
+    def _take(self, item: RawRecord | LaterRecord | list[NotedRow] | StepInfo | _Amendment) -> None:
         if isinstance(item, RawRecord):
             self._take_record(item)
+        elif isinstance(item, list):
+            with self._room:
+                self._num_rows -= len(item)
+            self._take_rows(item, self._batch.since)
         elif isinstance(item, tuple):
             self._take_record(item[0](*item[1:]))
         elif isinstance(item, StepInfo):
