@@ -364,7 +364,10 @@ class Comparer:
         ]
         counts = 0
         for name in ("nan", "posinf", "neginf"):
-            differs = abs(int(a.stats.get(name) or 0) - int(b.stats.get(name) or 0))
+            counted = a.stats.get(name), b.stats.get(name)
+            if counted[0] is None or counted[1] is None:
+                continue
+            differs = abs(int(counted[0]) - int(counted[1]))
             if differs and name != "nan" and any(huge):
                 return unknown("one side may write as a huge number what is infinite on the other")
             counts += differs

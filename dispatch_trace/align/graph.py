@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -82,6 +82,14 @@ class Call:
             found.append(call)
             call = call.parent  # type: ignore[assignment]
         return found
+
+
+def around_all(calls: Iterable[Call]) -> Call:
+    """The innermost call that is, or stands around, each of some calls; the first's root where none does."""
+    first, *others = calls
+    chains = [other.enclosing() for other in others]
+    around = first.enclosing()
+    return next((call for call in around if all(call in chain for chain in chains)), around[-1])
 
 
 def slot_numel(slot: StoredSlot) -> int:

@@ -16,6 +16,7 @@ from dispatch_trace.align.named import named_alike
 from dispatch_trace.align.ops import BodyAligner, Element
 from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.align.rows import RowMap
+from dispatch_trace.align.states import placed_states
 from dispatch_trace.align.steps import StepPair, StepPlan, pair_models, pair_steps, unpaired_steps
 from dispatch_trace.align.structure import find_structure
 from dispatch_trace.schema import NO_CALL, GradPhase
@@ -49,7 +50,7 @@ def pair_traces(
         return None if progress is None else lambda done, total: progress(done, total, what)
 
     models, renames = pair_models(ref, target), Renames(rename)
-    ref, target = named_alike(ref, target, models, renames.apply)
+    ref, target, placed = placed_states(*named_alike(ref, target, models, renames.apply))
     ops = not lacks_operands(ref, target)
     plan = pair_steps(ref, target, models, steps)
     if plan is not None:
@@ -73,6 +74,7 @@ def pair_traces(
         )
         pairing.calls = pair_calls(pairing.ref, pairing.target, models, renames)
         found = [pairing]
+    found[0].notices += placed
     cycle = renames.cycle()
     if cycle:
         circle = " -> ".join(map(repr, [*cycle, cycle[0]]))

@@ -94,8 +94,9 @@ class _Named(RankReader):
         if record.kind != "module":
             return record
         module = (record.model, record.module)
+        lone = sum(slot.role == "out" and slot.is_tensor for slot in record.slots) == 1
         slots = [
-            replace(slot, name=self._names.get(module, slot.name)) if slot.role == "out" else slot
+            replace(slot, name=self._names.get(module, slot.name)) if lone and slot.role == "out" else slot
             for slot in record.slots
         ]
         return replace(record, call=self._calls.get(module, record.call), slots=tuple(slots))

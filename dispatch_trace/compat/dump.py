@@ -1,57 +1,114 @@
-"""A dump of single tensor files as a rank of a trace: records in memory, tensors read when asked for.
+"""A dump of another tool as a rank of a trace: records in memory, tensors read when asked for.
 
-Guarantees: opening reads no more of a file than what the tensor looks like; statistics, hash and sketch of
-a tensor are worked out on its first use and kept, its data are not. A file that cannot be read has no
-record and is listed in `problems`; the rest stays readable.
+Guarantees: opening reads no more of a file than what the tensor looks like (where the tool kept inputs,
+also its hash: a value that one module returned and the next one read has one number); statistics and sketch
+of a tensor are worked out on its first use and kept, its data are not. A tensor that cannot be read has no
+slot and is listed in `problems`; the rest stays readable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dispatch_trace.errors import NotExecutableError
-from dispatch_trace.schema import NO_CALL, STATISTICS, Kind, StepInfo, StoredContent, StoredRecord, StoredSlot
+from dispatch_trace.schema import (
+    NO_CALL,
+    SCHEMA_VERSION,
+    STATISTICS,
+    GradPhase,
+    Kind,
+    StepInfo,
+    StoredContent,
+    StoredRecord,
+    StoredSlot,
+)
+from dispatch_trace.sketch import SKETCH_PARAMETERS
 from dispatch_trace.store.reader import RankReader
 
 if TYPE_CHECKING:
     import torch
 
+    from dispatch_trace.compat.tensor_files import TensorSource
+
 OUT = "out"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFile:
-    """One tensor of a dump, and the site that it belongs to.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A tensor of which a dump holds numbers only.
 
     Attributes:
-      path: the file.
-      kind: "module" or "inline".
-      step, model, module, call, name, n: the site key, as in `schema.RawRecord`.
-      seq, opened: place in the order of the rank, as in `schema.RawRecord`.
+      dtype, shape: as in `schema.StoredSlot`; a shape that is not known is (-1,).
+      stats: what was measured, by the names of `schema.STATISTICS`; the rest is unknown.
+      note: why there is no data.
     """
 
-    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    stats: Mapping[str, int | float | None] = field(default_factory=dict)
+    note: str = "statistics only"
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An argument that is no tensor.
+
+    Attributes:
+      value: encoded as in a trace.
+      note: what it was, where the value is not known.
+    """
+
+    value: Any = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DumpSlot:
+    """One tensor or plain value of a record.
+
+    Attributes:
+      name, role: as in `schema.RawSlot`.
+      held: where its value lies, or what is known of it.
+      producers: as in `schema.RawSlot`, where the dump says.
+    """
+
+    name: str
+    role: str
+    held: TensorSource | Measured | Plain
+    producers: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpRecord:
+    """What a dump holds of one site; attributes as in `schema.RawRecord`."""
+
     kind: Kind
+    seq: int
     step: int
-    model: str
+    model: str = ""
+    grad_phase: GradPhase = "fwd"
     module: str = ""
     call: int = NO_CALL
+    op: str = ""
+    overload: str = ""
     name: str = ""
     n: int = 0
-    seq: int = -1
+    args: tuple[tuple[str, Any], ...] = ()
+    slots: tuple[DumpSlot, ...] = ()
+    source: tuple[str, int] | None = None
+    light: bool = False
     opened: int = -1
+    note: str = ""
 
 
 class DumpRank(RankReader):
-    """Stands in for a `RankReader` over files of another tool: all of its methods, none of its files.
-
-    Every file is a record with one output slot, and its content has the number of the record.
-    """
+    """Stands in for a `RankReader` over files of another tool: all of its methods, none of its files."""
 
     def __init__(
         self,
@@ -60,18 +117,20 @@ class DumpRank(RankReader):
         *,
         header: dict[str, Any],
         steps: Iterable[StepInfo],
-        files: Iterable[TensorFile],
+        records: Iterable[DumpRecord],
         problems: Iterable[str] = (),
+        joins: bool = False,
     ) -> None:
-        """Looks at every file.
+        """Looks at every tensor.
 
         Args:
           path: the dump.
           rank: number of the rank.
           header: as in a trace, as far as it is known.
           steps: the steps, by number and model.
-          files: in the order of the run, seq ascending.
+          records: in the order of the run, seq ascending.
           problems: what is known to be wrong.
+          joins: equal values get one number, which takes reading all data once.
         Raises:
           TraceFormatError: a file needs unpickling of something else than a tensor.
         """
@@ -80,13 +139,18 @@ class DumpRank(RankReader):
         self.header = header
         self.problems = list(problems)
         self.steps = sorted(steps, key=lambda step: (step.step, step.model))
+        self._joins = joins
         self._records: dict[int, StoredRecord] = {}
-        self._paths: dict[int, Path] = {}
+        self._held: list[tuple[StoredSlot, TensorSource | Measured]] = []  # by number of the content
+        self._hashes: dict[int, str] = {}
+        self._by_hash: dict[str, int] = {}
+        self._sources: list[TensorSource] = []
         self._summaries: dict[int, tuple[StoredContent, np.ndarray[Any, Any] | None]] = {}
-        for file in files:
-            self._take(file)
+        for record in records:
+            self._take(record)
+        self._by_hash.clear()
         self.num_records = len(self._records)
-        self.num_contents = sum(record.slots[0].content >= 0 for record in self._records.values())
+        self.num_contents = len(self._held)
         # The layouts have no mark of their own for a dump that was finished.
         self.end: dict[str, Any] | None = {
             "type": "end",
@@ -95,60 +159,107 @@ class DumpRank(RankReader):
             "num_bytes": self.num_bytes,
         }
 
-    def _take(self, file: TensorFile) -> None:
+    # Taking in ----------------------------------------------------------------------------------------
+
+    def _take(self, record: DumpRecord) -> None:
+        slots: list[StoredSlot] = []
+        for slot in record.slots:
+            stored = self._slot(slot, len(slots))
+            if stored is not None:
+                slots.append(stored)
+        lost = any(not isinstance(slot.held, Plain) for slot in record.slots)
+        if lost and not any(slot.is_tensor for slot in slots):
+            return  # none of its tensors can be read; the problems say so
+        self._records[record.seq] = StoredRecord(
+            seq=record.seq,
+            kind=record.kind,
+            rank=self.rank,
+            step=record.step,
+            model=record.model,
+            grad_phase=record.grad_phase,
+            module=record.module,
+            call=record.call,
+            op=record.op,
+            n=record.n,
+            overload=record.overload,
+            name=record.name,
+            args=record.args,
+            slots=tuple(slots),
+            source=record.source,
+            light=record.light,
+            random=False,
+            producer=-1,
+            opened=record.seq if record.opened < 0 else record.opened,
+            thread=0,
+            note=record.note,
+        )
+
+    def _slot(self, slot: DumpSlot, index: int) -> StoredSlot | None:
+        held = slot.held
+        if isinstance(held, Plain):
+            return StoredSlot(
+                name=slot.name, role=slot.role, index=index, value=held.value, is_tensor=False, note=held.note
+            )
+        if isinstance(held, Measured):
+            stored = StoredSlot(
+                name=slot.name,
+                role=slot.role,
+                index=index,
+                dtype=held.dtype,
+                shape=held.shape,
+                producers=slot.producers,
+                note=held.note,
+            )
+            return self._numbered(stored, held) if held.stats else stored
+        return self._tensor_slot(slot, index, held)
+
+    def _tensor_slot(self, slot: DumpSlot, index: int, source: TensorSource) -> StoredSlot | None:
         import torch
 
-        from dispatch_trace.compat.tensor_files import try_load
-        from dispatch_trace.store.layouts import dtype_name, shape_of
+        from dispatch_trace.store.layouts import content_hash, dtype_name, shape_of
 
-        tensor = try_load(file.path)
+        tensor = source.look()
         if isinstance(tensor, str):
-            self.problems.append(f"{self._shown(file.path)} {tensor}")
-            return
+            self.problems.append(f"{self._shown(source.path)} {tensor}")
+            return None
+        self._sources.append(source)
         strided = tensor.layout is torch.strided and not tensor.is_nested
-        slot = StoredSlot(
-            name=OUT,
-            role="out",
-            index=0,
+        stored = StoredSlot(
+            name=slot.name,
+            role=slot.role,
+            index=index,
             dtype=dtype_name(tensor.dtype),
             shape=shape_of(tensor),
             strides=tuple(tensor.stride()) if strided else None,
             layout=str(tensor.layout).removeprefix("torch."),
             device=tensor.device.type,
-            content=-1 if tensor.is_meta else file.seq,
+            producers=slot.producers,
             note="meta tensor" if tensor.is_meta else "",
         )
-        self._paths[file.seq] = file.path
-        self._records[file.seq] = StoredRecord(
-            seq=file.seq,
-            kind=file.kind,
-            rank=self.rank,
-            step=file.step,
-            model=file.model,
-            grad_phase="fwd",
-            module=file.module,
-            call=file.call,
-            op="",
-            n=file.n,
-            overload="",
-            name=file.name,
-            args=(),
-            slots=(slot,),
-            source=None,
-            light=False,
-            random=False,
-            producer=-1,
-            opened=file.seq if file.opened < 0 else file.opened,
-            thread=0,
-            note="",
-        )
+        if tensor.is_meta:
+            return stored
+        if not self._joins:
+            return self._numbered(stored, source)
+        digest = content_hash(tensor)
+        known = self._by_hash.get(digest)
+        if known is not None:
+            return replace(stored, content=known)
+        self._by_hash[digest] = len(self._held)
+        self._hashes[len(self._held)] = digest
+        return self._numbered(stored, source)
+
+    def _numbered(self, slot: StoredSlot, held: TensorSource | Measured) -> StoredSlot:
+        slot = replace(slot, content=len(self._held))
+        self._held.append((slot, held))
+        return slot
 
     def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self.path)) if path.is_relative_to(self.path) else str(path)
+        inside = path != self.path and path.is_relative_to(self.path)
+        return str(path.relative_to(self.path)) if inside else path.name
 
     @property
     def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._paths.values())
+        return sum(path.stat().st_size for path in {source.path for source in self._sources})
 
     # Records ----------------------------------------------------------------------------------------
 
@@ -169,9 +280,8 @@ class DumpRank(RankReader):
         return self._summary(id)[0]
 
     def contents(self) -> Iterator[StoredContent]:
-        for record in self._records.values():
-            if record.slots[0].content >= 0:
-                yield self.content(record.seq)
+        for id in range(len(self._held)):
+            yield self.content(id)
 
     def sketch(self, id: int) -> np.ndarray[Any, Any] | None:
         found = self._summary(id)[1]
@@ -180,6 +290,8 @@ class DumpRank(RankReader):
     def array(self, id: int) -> np.ndarray[Any, Any] | None:
         import torch
 
+        if isinstance(self._holding(id)[1], Measured):
+            return None
         tensor = self.tensor(id)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return None
@@ -195,16 +307,18 @@ class DumpRank(RankReader):
     def tensor(self, id: int) -> torch.Tensor:
         from dispatch_trace.compat.tensor_files import load_tensor
 
-        slot = self._content_slot(id)
-        if slot.content < 0:
-            raise NotExecutableError(f"{self._shown(self._paths[id])} holds a meta tensor: there is no data")
-        return load_tensor(self._paths[id])
+        slot, held = self._holding(id)
+        if isinstance(held, Measured):
+            raise NotExecutableError(
+                f"{self._shown(self.path)} holds no data of a {slot.dtype} {list(slot.shape)}: {held.note}. "
+                "Dump tensors, or record the run with save='tensors'."
+            )
+        return load_tensor(held)
 
-    def _content_slot(self, id: int) -> StoredSlot:
-        record = self._records.get(id)
-        if record is None:
+    def _holding(self, id: int) -> tuple[StoredSlot, TensorSource | Measured]:
+        if not 0 <= id < len(self._held):
             raise KeyError(f"rank {self.rank} holds no content {id}")
-        return record.slots[0]
+        return self._held[id]
 
     def _summary(self, id: int) -> tuple[StoredContent, np.ndarray[Any, Any] | None]:
         found = self._summaries.get(id)
@@ -218,10 +332,17 @@ class DumpRank(RankReader):
         from dispatch_trace.stats import accumulate
         from dispatch_trace.store.layouts import content_hash, summary_view
 
-        slot = self._content_slot(id)
+        slot, held = self._holding(id)
+        if isinstance(held, Measured):
+            stats = {name: held.stats.get(name) for name in STATISTICS}
+            return StoredContent(id=id, dtype=slot.dtype, shape=slot.shape, stats=stats), None
         tensor = self.tensor(id)
         content = StoredContent(
-            id=id, dtype=slot.dtype, shape=slot.shape, hash=content_hash(tensor), has_data=True
+            id=id,
+            dtype=slot.dtype,
+            shape=slot.shape,
+            hash=self._hashes.get(id) or content_hash(tensor),
+            has_data=True,
         )
         try:
             # NumPy warns of overflows that the statistics allow for.
@@ -235,12 +356,67 @@ class DumpRank(RankReader):
     # Soundness --------------------------------------------------------------------------------------
 
     def verify(self) -> list[str]:
-        from dispatch_trace.compat.tensor_files import check_bytes, try_load
+        from dispatch_trace.compat.tensor_files import check_bytes
 
         problems = list(self.problems)
-        for path in self._paths.values():
-            wrong = check_bytes(path)
-            found = wrong or try_load(path)
+        bad = {path: wrong for path in {s.path for s in self._sources} if (wrong := check_bytes(path))}
+        for source in self._sources:
+            found = bad.get(source.path) or source.look()
             if isinstance(found, str):
-                problems.append(f"{self._shown(path)} {found}")
+                problems.append(f"{self._shown(source.path)} {found}")
         return list(dict.fromkeys(problems))
+
+
+def make_header(
+    records: Iterable[DumpRecord],
+    *,
+    name: str,
+    format: str,
+    notices: Iterable[str],
+    rank: int = 0,
+    classes: Mapping[tuple[str, str], str] | None = None,
+    meta: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The header of a rank, as far as a dump knows it.
+
+    Args:
+      records: of the rank.
+      name: of the format, as on the command line; `format` in words.
+      notices: what the format cannot say.
+      classes: of modules, by (model, path).
+      meta: what the dump says of itself.
+      options: of the recording, where they are other than those of a module-level trace of outputs.
+    """
+    taken = list(records)
+    known = classes or {}
+    models = dict.fromkeys(record.model for record in taken) or {"": None}
+    modules = sorted({(r.model, r.module) for r in taken if r.kind == "module"})
+    return {
+        "type": "header",
+        "schema_version": SCHEMA_VERSION,
+        "format": name,
+        "lane": "unknown",
+        "models": {model: {"class": known.get((model, ""), "?")} for model in models},
+        "modules": [
+            {"model": model, "path": path, "class": known.get((model, path), ""), "parameters": []}
+            for model, path in modules
+        ],
+        "options": {
+            "level": "module",
+            "save": "tensors",
+            "save_rules": [],
+            "select": [re.escape(path) for path in dict.fromkeys(path for _, path in modules)],
+            "ops": None,
+            "steps": None,
+            "stats": None,
+            "inputs": False,
+            "sketch": True,
+            "params": "none",
+            **options,
+        },
+        "sketch": SKETCH_PARAMETERS,
+        "rank": rank,
+        "meta": {"format": format, **(meta or {})},
+        "notices": list(notices),
+    }

@@ -10,19 +10,18 @@ out by the choice of a format, and the header says so.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from dispatch_trace.compat.dump import DumpRank, TensorFile
+from dispatch_trace.compat.dump import OUT, DumpRank, DumpRecord, DumpSlot, make_header
+from dispatch_trace.compat.order import in_path_order
 from dispatch_trace.compat.vllm_neuron_names import MANUAL, inline_captures, unquote
 from dispatch_trace.compat.vllm_neuron_scan import Replica, Scan, replica_directories
 from dispatch_trace.errors import TraceFormatError
-from dispatch_trace.schema import SCHEMA_VERSION, StepInfo
-from dispatch_trace.sketch import SKETCH_PARAMETERS
+from dispatch_trace.schema import StepInfo
 from dispatch_trace.store.reader import RankReader
 
+NAME = "vllm-neuron"
 FORMAT = "vLLM-Neuron capture layout"
 _MAX_NAMED = 5
 
@@ -32,9 +31,9 @@ LOSSES = (
 )
 
 
-def is_dump(root: Path) -> bool:
-    """Whether a directory is a dump in this layout: it holds, or draft and the like hold, a `dp{N}`."""
-    return bool(replica_directories(root, []))
+def detect(path: Path) -> str | None:
+    """None: no such dump; "": one, for it holds, or draft and the like hold, a `dp{N}`."""
+    return "" if path.is_dir() and replica_directories(path, []) else None
 
 
 def open_ranks(root: Path) -> list[RankReader]:
@@ -79,7 +78,7 @@ def _rank(
     root: Path, replicas: Iterable[Replica], dp: int, tp: int, tp_size: int, problems: list[str]
 ) -> DumpRank:
     steps: list[StepInfo] = []
-    files: list[TensorFile] = []
+    files: list[DumpRecord] = []
     notices = list(LOSSES)
     num_by_time, strangers = 0, []
     for replica in replicas:
@@ -102,99 +101,50 @@ def _rank(
     if strangers:
         named = ", ".join(strangers[:_MAX_NAMED])
         notices.append(f"passed over, no part of the layout: {len(strangers)} entries ({named})")
-    return DumpRank(
-        root,
-        dp * tp_size + tp,
-        header=_header(files, dp, tp, dp * tp_size + tp, notices),
-        steps=steps,
-        files=files,
-        problems=problems,
+    rank = dp * tp_size + tp
+    header = make_header(
+        files, name=NAME, format=FORMAT, notices=notices, rank=rank, outputs="first", calls="last"
     )
+    header["coordinates"] = {"dp": dp, "tp": tp}
+    return DumpRank(root, rank, header=header, steps=steps, records=files, problems=problems)
 
 
-def _step_files(directories: dict[str, Path], step: int, model: str, *, first_seq: int) -> list[TensorFile]:
+def _step_files(directories: dict[str, Path], step: int, model: str, *, first_seq: int) -> list[DumpRecord]:
     """One rank's files of a step, numbered as if modules had run by their paths, inner ones first."""
-    files: list[TensorFile] = []
+    files: list[DumpRecord] = []
     inline = inline_captures([name for name in directories if name.startswith(MANUAL)])
     for directory, (name, n) in sorted(inline.items(), key=lambda item: item[1]):
         seq = first_seq + len(files)
         files.append(
-            TensorFile(
-                path=directories[directory], kind="inline", step=step, model=model, name=name, n=n, seq=seq
+            DumpRecord(
+                kind="inline",
+                step=step,
+                model=model,
+                name=name,
+                n=n,
+                seq=seq,
+                slots=_slots(directories[directory]),
             )
         )
-    open_calls: list[tuple[str, Path, int]] = []
-
-    def close() -> None:
-        module, path, opened = open_calls.pop()
-        seq = first_seq + len(files)
+    modules = {unquote(name): path for name, path in directories.items() if name not in inline}
+    first = first_seq + len(files)
+    for module, opened in in_path_order(modules):
         files.append(
-            TensorFile(
-                path=path,
+            DumpRecord(
                 kind="module",
                 step=step,
                 model=model,
                 module=module,
                 call=0,
-                seq=seq,
-                opened=opened,
+                seq=first_seq + len(files),
+                opened=first + opened,
+                slots=_slots(modules[module]),
             )
         )
-
-    modules = sorted(
-        ((unquote(name), path) for name, path in directories.items() if name not in inline),
-        key=lambda item: _natural(item[0]),
-    )
-    for module, path in modules:
-        while open_calls and not _is_beneath(module, open_calls[-1][0]):
-            close()
-        open_calls.append((module, path, first_seq + len(files)))
-    while open_calls:
-        close()
     return files
 
 
-def _is_beneath(path: str, above: str) -> bool:
-    return not above or path.startswith(f"{above}.")
+def _slots(path: Path) -> tuple[DumpSlot, ...]:
+    from dispatch_trace.compat.tensor_files import PtTensor
 
-
-def _natural(path: str) -> tuple[tuple[tuple[int, int, str], ...], ...]:
-    """Sorts numbers as numbers, and a path before those beneath it."""
-    return tuple(
-        tuple(
-            (1, int(part), part) if part.isdecimal() else (0, 0, part) for part in re.split(r"(\d+)", piece)
-        )
-        for piece in (path.split(".") if path else ())
-    )
-
-
-def _header(files: Iterable[TensorFile], dp: int, tp: int, rank: int, notices: list[str]) -> dict[str, Any]:
-    paths = sorted({(file.model, file.module) for file in files if file.kind == "module"})
-    models = dict.fromkeys(file.model for file in files)
-    return {
-        "type": "header",
-        "schema_version": SCHEMA_VERSION,
-        "format": "vllm-neuron",
-        "lane": "unknown",
-        "models": {model: {"class": "?"} for model in models},
-        "modules": [{"model": model, "path": path, "class": "", "parameters": []} for model, path in paths],
-        "options": {
-            "level": "module",
-            "save": "tensors",
-            "save_rules": [],
-            "select": [re.escape(path) for path in dict.fromkeys(path for _, path in paths)],
-            "ops": None,
-            "steps": None,
-            "stats": None,
-            "inputs": False,
-            "sketch": True,
-            "params": "none",
-            "outputs": "first",
-            "calls": "last",
-        },
-        "sketch": SKETCH_PARAMETERS,
-        "rank": rank,
-        "coordinates": {"dp": dp, "tp": tp},
-        "meta": {"format": FORMAT},
-        "notices": notices,
-    }
+    return (DumpSlot(OUT, "out", PtTensor(path)),)

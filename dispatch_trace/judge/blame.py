@@ -14,7 +14,7 @@ from typing import Any
 from dispatch_trace.align.canon import family, short
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.flow import has_inputs
-from dispatch_trace.align.graph import Call, Program, Value
+from dispatch_trace.align.graph import Call, Program, Value, around_all
 from dispatch_trace.align.modules import host
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.judge.findings import Finding
@@ -23,9 +23,10 @@ from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.judge.operands import Operands, changed_arguments
 from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites, source_of
-from dispatch_trace.judge.unfed import UnfedBlame
+from dispatch_trace.judge.unfed import ELEMENTWISE, UnfedBlame
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
+_MAX_NAMED = 5
 # Written out by hand these become so many ops that none of them answers for the whole.
 _FUSED = frozenset({"attention", "layer_norm", "rms_norm", "group_norm", "batch_norm"})
 
@@ -84,6 +85,10 @@ class Blame:
             return self._sites.finding(
                 seat[0], None, "argument", evidence, state, hint="the runs got different inputs"
             )
+        if record.kind == "module":
+            handed = self._modules_only.around(self._target.call_of(record))
+            if handed is not None:
+                return handed
         first = self._first_edge(value, reader)
         evidence["constant"] = True
         if state.link is not None and self._ref.records[state.link.ref[0]].kind == "param":
@@ -97,7 +102,11 @@ class Blame:
         record = self._target.records[value[0]]
         if not has_inputs(record):
             return self._unfed.find(value)
-        inside = self._modules_only.find(self._target.call_of(record))
+        call = self._target.call_of(record)
+        around = None if self._modules_only.knows_inputs(call) else self._modules_only.around(call)
+        if around is not None:
+            return self._tapped(around) or around
+        inside = self._modules_only.find(call)
         if inside is not None and not (inside.label == "introduced" and inside.seq == record.seq):
             # Else all that was captured within is right, and lost on its way out.
             return self._tapped(inside) or inside
@@ -155,7 +164,14 @@ class Blame:
         ops = region.only_target or [region.target]
         evidence = self._sites.evidence(state) | {"target_ops": [r.op for r in ops]}
         op = ops[0].op if len(ops) == 1 else None
-        return self._sites.finding(region.target, op, "introduced", evidence, state)
+        # Where the reference has no value between several modules, the call around them is what is certain.
+        heavy = [r for r in region.only_target if family(r.op) not in ELEMENTWISE] or [region.target]
+        calls = [self._target.call_of(r) for r in heavy]
+        seat = around_all(calls)
+        if seat is self._target.call_of(region.target):
+            return self._sites.finding(region.target, op, "introduced", evidence, state)
+        evidence["candidates"] = list(dict.fromkeys(call.path for call in calls))[:_MAX_NAMED]
+        return self._sites.finding(seat, None, "introduced", evidence, state, where=region.target)
 
     # Rules, in order --------------------------------------------------------------------------------
 

@@ -13,12 +13,14 @@ from typing import Any
 
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import Difference
-from dispatch_trace.align.graph import Call, slot_numel
+from dispatch_trace.align.graph import Call, around_all, slot_numel
 from dispatch_trace.judge.estimates import ACCUMULATOR, UNKNOWN_GAIN, roundoff
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.judge.sites import Sites
 from dispatch_trace.schema import StoredRecord, StoredSlot
+
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +53,102 @@ class ModuleBlame:
         missing = self._missing_child(call)
         if missing is not None:
             return missing
+        return self._inside(call) or self._own(call)
+
+    def around(self, call: Call) -> Finding | None:
+        """The finding for something wrong that a call was handed: what ran before it in the same step.
+
+        Where the root's own call is in neither trace, the calls that it made stand side by side.
+        """
+        top = call.enclosing()[-1]
+        if top is not call and top.record is not None:
+            return self.find(top)
+        roots = [root for root in self._pairing.target.roots if root.key[:2] == call.key[:2]]
+        return self._inside(Call((*call.key[:2], "", 0), None, None, children=roots))
+
+    def _inside(self, call: Call) -> Finding | None:
+        """The finding for the first thing wrong within a call; None where all that was compared is right."""
         error = self._border(call, "in").error
-        for child in sorted(call.children, key=lambda c: c.closed):
-            if child.record is None or child.key not in self._backward:
-                continue
+        unknown: list[Call] = []
+        for child in self._within(call):
             given, returned = self._border(child, "in"), self._border(child, "out")
             if self._is_wrong(given, child, error):
-                evidence = self._evidence(given, child, error) | {"handed_to": child.path}
-                return self._sites.finding(call, None, "wiring", evidence, None, where=child.record)
+                return self._handed(call, child, given, error, unknown)
             if self._is_wrong(returned, child, given.error):
+                if given.difference is None and (unknown or not self._was_handed_on(child)):
+                    return self._either(child, returned, error, unknown)
                 return self.find(child) or self._own(child)
+            if returned.difference is None:
+                inside = self._inside(child)
+                if inside is not None:
+                    return inside
+                unknown.append(child)
             error = max(error, returned.error)
-        return self._own(call)
+        return None
+
+    def _within(self, call: Call) -> list[Call]:
+        """The calls within a call that both traces have, none of them inside another one, in order."""
+        found: list[Call] = []
+        for child in sorted(call.children, key=lambda c: c.closed):
+            both = child.record is not None and child.key in self._backward
+            found += [child] if both else self._within(child)
+        return found
+
+    def _handed(self, call: Call, child: Call, given: _Border, error: float, unknown: list[Call]) -> Finding:
+        """For something wrong that a child was handed though all that was compared before it is right.
+
+        Args:
+          unknown: children before it of whose outputs one side has none.
+        """
+        assert child.record is not None and given.slot is not None
+        evidence = self._evidence(given, child, error) | {"handed_to": child.path}
+        if call.record is None and child is self._within(call)[0]:
+            hint = "the runs got different inputs"
+            return self._sites.finding(child.record, None, "argument", evidence, None, hint=hint)
+        maker = self._maker(call, child, given.slot)
+        if maker is not None:
+            return self._sites.finding(maker, None, "introduced", evidence, None, where=maker.record)
+        if unknown:
+            evidence["candidates"] = [call.path, *(other.path for other in unknown)]
+        return self._sites.finding(call, None, "wiring", evidence, None, where=child.record)
+
+    def _maker(self, call: Call, child: Call, slot: StoredSlot) -> Call | None:
+        """The call within `call` that returned just what a child was handed, and could not be compared."""
+        for inner in sorted(call.children, key=lambda c: c.closed):
+            found = self._maker(inner, child, slot)
+            if found is not None:
+                return found
+            if inner.closed >= child.opened or slot.content not in _contents(inner, "out"):
+                continue
+            if self._border(inner, "out").difference is None:
+                return inner
+        return None
+
+    def _either(self, child: Call, returned: _Border, error: float, unknown: list[Call]) -> Finding:
+        """For a child of which nobody knows what it was given: it, or one before it that was not compared.
+
+        The innermost call around all of them is certain.
+        """
+        seat = around_all([*unknown, child]) if unknown or child.parent is None else child.parent
+        names = [*(other.path for other in unknown), child.path][-_MAX_NAMED:]
+        evidence = self._evidence(returned, child, error) | {"candidates": names}
+        hint = f"either its own code before {child.path}, or {', '.join(names)}"
+        return self._sites.finding(seat, None, "introduced", evidence, None, where=child.record, hint=hint)
+
+    def _was_handed_on(self, child: Call) -> bool:
+        """Whether all that a child was given was returned by calls that were compared, or handed down to it.
+
+        Then no code of its caller made it.
+        """
+        assert child.record is not None
+        known: set[int] = set()
+        for around in child.enclosing()[1:]:
+            known |= _contents(around, "in")
+        for other in self._pairing.target.calls.values():
+            if other.closed < child.opened and self._border(other, "out").difference is not None:
+                known |= _contents(other, "out")
+        given = [s for s in child.record.slots if s.role == "in" and s.is_tensor]
+        return all(s.content in known for s in given if dtype_class(s.dtype) in "fc")
 
     def _own(self, call: Call) -> Finding:
         """The call itself: a parameter of its own that differs, else what it does."""
@@ -106,6 +192,10 @@ class ModuleBlame:
         return None
 
     # ----------------------------------------------------------------------------------------------
+
+    def knows_inputs(self, call: Call) -> bool:
+        """Whether anything that a call was given could be compared."""
+        return self._border(call, "in").difference is not None
 
     def _border(self, call: Call, role: str) -> _Border:
         ref_key = self._backward.get(call.key)
@@ -161,3 +251,8 @@ class ModuleBlame:
             if border.difference.worst is not None:
                 found["worst_row"], found["worst_row_error"] = border.difference.worst
         return found
+
+
+def _contents(call: Call, role: str) -> set[int]:
+    slots = () if call.record is None else call.record.slots
+    return {slot.content for slot in slots if slot.role == role and slot.content >= 0}

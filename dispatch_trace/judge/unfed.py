@@ -24,7 +24,7 @@ from dispatch_trace.schema import StoredRecord, StoredSlot
 _MAX_NAMED = 5
 _MAX_DEPTH = 32
 # Elementwise code between modules: residual sums and gates, and what only moves values.
-_SUMS = frozenset({"add", "sub", "mul", "div", "neg", "concat"})
+ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "neg", "concat"})
 # Roundings on the way through a sum that the target may have done and float64 does not.
 _ROUNDINGS = 4.0
 
@@ -58,7 +58,7 @@ class UnfedBlame:
         if not self._noise.flow.order_is_known(value):
             return self._unordered(value, label, evidence)
         outside = self._noise.flow.between(value)
-        heavy = [r for r in outside if family(r.op) not in _SUMS]
+        heavy = [r for r in outside if family(r.op) not in ELEMENTWISE]
         owner = self._owner(value, heavy, outside)
         if owner is None:
             return self._sites.finding(record, None, label, evidence, state, hint=hint)
@@ -172,7 +172,7 @@ class UnfedBlame:
         elif self._ref.is_leaf(value):
             content = self._ref.slot(value).content
             array = None if content < 0 else self._pairing.comparer.array(True, content)
-        elif family(self._ref.records[value[0]].op) in _SUMS:
+        elif family(self._ref.records[value[0]].op) in ELEMENTWISE:
             array = self._made(self._ref.records[value[0]], depth - 1)
         if array is None or dtype_class(slot.dtype) != "f" or array.size != np.prod(slot.shape, dtype=int):
             return None

@@ -18,7 +18,7 @@ from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.named import keeps_first_output
 from dispatch_trace.align.pairs import Pairing, module_slots
 from dispatch_trace.judge.blame import Blame
-from dispatch_trace.judge.captured import captured_outputs
+from dispatch_trace.judge.captured import captured_outputs, lacks_return
 from dispatch_trace.judge.coverage import count_coverage, make_pairs
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
@@ -234,6 +234,8 @@ class RoundJudge:
                 or target.record is None
                 or ref.parent is not None
                 or target.parent is not None
+                or lacks_return(self._pairing.ref, ref)
+                or lacks_return(self._target, target)
             ):
                 continue
             compared += 1
