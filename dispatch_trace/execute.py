@@ -219,6 +219,59 @@ def execute_on(
     return {} if run.execution.narrowed or run.execution.taken else values
 
 
+def execute_body(
+    reader: RankReader,
+    body: Iterable[StoredRecord],
+    wanted: Iterable[tuple[int, int]],
+    *,
+    given: Callable[[StoredRecord, StoredSlot], torch.Tensor | None] | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> tuple[dict[tuple[int, int], torch.Tensor], Execution]:
+    """Runs the ops between a region's inputs and its outputs in float64.
+
+    Args:
+      body: op records, in order.
+      wanted: results to return, by (seq, slot index).
+      given: called with what an op reads; the value to take, or None for what the body made or, where it
+        made none, for the recorded value.
+      noise: relative error, uniform in [-noise, noise], that every op adds to its results.
+      seed: of that error.
+    Returns: copies of the results that could be had, and what ran and what did not.
+    Raises:
+      NotExecutableError: a recorded value is not in the trace and cannot be recomputed.
+    """
+    records = list(body)
+    inside, missing = {record.seq for record in records}, set(wanted)
+    run = Run(reader, torch.float64, Execution(), compare=False)
+    draws = torch.Generator().manual_seed(seed)
+    made: dict[tuple[int, int], torch.Tensor] = {}
+    for record in records:
+        for slot in record.slots:
+            if slot.role != "in" or not slot.is_tensor or slot.uninitialised:
+                continue
+            value = None if given is None else given(record, slot)
+            outside = not any(producer in inside for producer, _ in slot.producers)
+            if value is None and outside and not run.memory.holds(slot):
+                value = tensor(reader, record.seq, slot.name)
+            if value is not None:
+                run.memory.load(slot, value)
+        with run.settings():
+            values = run.step(record)
+            for slot in record.slots:
+                value = values.get(slot.name)
+                if value is None or slot.role == "in":
+                    continue
+                if noise and not record.light and value.is_floating_point() and 0 not in value.stride():
+                    error = torch.empty(value.shape, dtype=torch.float64).uniform_(
+                        -noise, noise, generator=draws
+                    )
+                    value.mul_(1.0 + error)
+                if (record.seq, slot.index) in missing:
+                    made[record.seq, slot.index] = copy_of(value)
+    return made, run.execution
+
+
 def _run_ready(run: Run, record: StoredRecord) -> Values:
     """Results of a record whose inputs are in memory; copies."""
     with run.settings():
@@ -363,6 +416,7 @@ __all__ = [
     "Difference",
     "Execution",
     "check_executable",
+    "execute_body",
     "execute_on",
     "execute_rank",
     "execute_record",

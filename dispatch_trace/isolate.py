@@ -25,7 +25,6 @@ from dispatch_trace.align.pairs import Pair
 from dispatch_trace.capture.frames import walk_modules
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
 from dispatch_trace.execute_ops import Decoder, why_taken
-from dispatch_trace.execute_run import Execution, Run
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.metrics import relative_l2, worst_row
@@ -294,24 +293,11 @@ class _Runner:
         inside = {r.seq for r in body}
         if not body or not any(p in inside for s in outs for p, _ in s.producers):
             return {}, "compared with the reference's output: its ops were not recorded"
-        run = Run(self._ref, torch.float64, Execution(), compare=False)
-        made: dict[tuple[int, int], torch.Tensor] = {}
-        wanted = {p for s in outs for p in s.producers}
         try:
-            with run.settings():
-                for record in body:
-                    for slot in record.slots:
-                        outside = not any(p in inside for p, _ in slot.producers)
-                        read = slot.role == "in" and slot.is_tensor and not slot.uninitialised
-                        if read and outside and not run.memory.holds(slot):
-                            run.memory.load(slot, execute.tensor(self._ref, record.seq, slot.name))
-                    values = run.step(record)
-                    for slot in record.slots:
-                        if (record.seq, slot.index) in wanted and slot.name in values:
-                            made[(record.seq, slot.index)] = values[slot.name].clone()
+            made, ran = execute.execute_body(self._ref, body, {p for s in outs for p in s.producers})
         except DispatchTraceError as error:
             return {}, f"compared with the reference's output: {error}"[:160]
-        if run.execution.failed or run.execution.skipped or run.execution.taken:
+        if ran.failed or ran.skipped or ran.taken:
             return {}, "compared with the reference's output: its ops could not all be run in float64"
         found = {}
         for slot in outs:

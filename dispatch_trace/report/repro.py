@@ -229,24 +229,18 @@ class _Plan:
 
     def _exact(self, chosen: dict[int, StoredRecord], made: Value) -> torch.Tensor | None:
         """The result of the same ops, from the same inputs, in float64; None where it cannot be had."""
-        import torch
+        from dispatch_trace import execute
 
-        from dispatch_trace.execute_run import Execution, Run
+        def given(record: StoredRecord, slot: StoredSlot) -> torch.Tensor | None:
+            name = self._read.get((record.seq, slot.index))
+            return None if name is None else self.stored[name].reshape(slot.shape)
 
-        run = Run(self.target, torch.float64, Execution(), compare=False)
-        values: dict[str, torch.Tensor] = {}
-        with run.settings():
-            for seq in sorted(chosen):
-                record = chosen[seq]
-                for slot in record.slots:
-                    name = self._read.get((seq, slot.index))
-                    if name is not None:
-                        run.memory.load(slot, self.stored[name].reshape(slot.shape))
-                values = run.step(record)
-                if seq == made[0]:
-                    found = values.get(record.slots[made[1]].name)
-                    return None if found is None else found.clone()
-        return None
+        records = [chosen[seq] for seq in sorted(chosen) if seq <= made[0]]
+        try:
+            values, _ = execute.execute_body(self.target, records, [made], given=given)
+        except DispatchTraceError:
+            return None
+        return values.get(made)
 
     def _belongs(self, seq: int) -> bool:
         """Whether an op before the guilty one is replayed too: a view, a cast, one that nobody compared."""
