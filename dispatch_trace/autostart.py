@@ -180,7 +180,7 @@ class Autostart:
             self.close(note="os._exit")
             leave(status)
 
-        os._exit = _exit  # type: ignore[assignment]
+        os._exit = _exit
 
     # -- ending --------------------------------------------------------------------------------------
 

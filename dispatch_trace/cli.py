@@ -218,6 +218,25 @@ def _hunt(options: argparse.Namespace) -> int:
     return EXIT_STATUS[found.verdict]
 
 
+def _export(options: argparse.Namespace) -> int:
+    from dispatch_trace.export import export
+
+    source = options.trace
+    if options.ref is not None:
+        from dispatch_trace.alignment import align
+
+        with _progress() as progress:
+            source = align(options.ref, options.trace, progress=progress)
+    stats = None if options.stats is None else [name.strip() for name in options.stats.split(",")]
+    written = export(source, options.out, to=options.to, stats=stats)
+    print(f"{options.out}: {written.num_rows} rows")
+    for file in written.files:
+        print(f"  and {file}")
+    for what in written.left_out:
+        print(f"  left out: {what}")
+    return 0
+
+
 def _demo(options: argparse.Namespace) -> int:
     from dispatch_trace import demo
 
@@ -331,6 +350,24 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", choices=("vllm-neuron", "trace"), required=True, help="the layout of OUT")
     convert.set_defaults(run=_convert)
 
+    export = verbs.add_parser(
+        "export",
+        help="write a trace or an alignment for other tools: CSV, Parquet, JSON lines, Model Explorer",
+        description="Writes the records of TRACE, or with --ref its pairs with the reference, in a form that "
+        "other tools read, and lists what that form has no place for (docs/export.md).",
+    )
+    export.add_argument("trace", metavar="TRACE")
+    export.add_argument("out", metavar="OUT", help="the file to make (a directory for vllm-neuron)")
+    export.add_argument(
+        "--to",
+        choices=("csv", "parquet", "fastvideo", "vllm-neuron", "model-explorer"),
+        required=True,
+        help="the form of OUT",
+    )
+    export.add_argument("--ref", metavar="REF", help="align with this trace, and write the pairs")
+    export.add_argument("--stats", metavar="NAMES", help="statistics in fastvideo, as abs_mean,sum")
+    export.set_defaults(run=_export)
+
     run = verbs.add_parser(
         "run",
         help="record any program without editing it",
@@ -374,13 +411,24 @@ def _parser() -> argparse.ArgumentParser:
         "--output", metavar="DIR", default="hunt", help="recordings, page and script (default %(default)s)"
     )
     hunt.add_argument(
-        "--budget", metavar="SIZE", type=_bytes, help="room for recordings at any time, as 500MB (default 2GB)"
+        "--budget",
+        metavar="SIZE",
+        type=_bytes,
+        help="room for recordings at any time, as 500MB (default 2GB)",
     )
     hunt.add_argument(
-        "--root", metavar="SPEC", action="append", default=[], help="what a model is, as of `run` (repeatable)"
+        "--root",
+        metavar="SPEC",
+        action="append",
+        default=[],
+        help="what a model is, as of `run` (repeatable)",
     )
     hunt.add_argument(
-        "--rename", metavar="OLD=NEW|FILE.yaml", action="append", default=[], help="as of `align` (repeatable)"
+        "--rename",
+        metavar="OLD=NEW|FILE.yaml",
+        action="append",
+        default=[],
+        help="as of `align` (repeatable)",
     )
     hunt.add_argument(
         "--declared", metavar="TEXT", action="append", default=[], help="as of `align` (repeatable)"

@@ -87,7 +87,7 @@ class Programs:
         """Runs a script, given as a file or as its text.
 
         Args:
-          variables: `DISPATCH_TRACE_NAME` by NAME.
+          variables: `DISPATCH_TRACE_NAME` by NAME, and SWITCH for `DISPATCH_TRACE` itself.
         """
         self._number += 1
         path = program
@@ -99,7 +99,8 @@ class Programs:
             "argv": [str(path), *args],
             "cwd": str(self._folder),
             "log": str(log),
-            "variables": {"DISPATCH_TRACE": "1"} | {f"DISPATCH_TRACE_{k}": v for k, v in variables.items()},
+            "variables": {"DISPATCH_TRACE": variables.pop("SWITCH", "1")}
+            | {f"DISPATCH_TRACE_{name}": value for name, value in variables.items()},
         }
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
