@@ -67,15 +67,22 @@ def convert(
 
 def _write_trace(ranks: list[RankReader], out: Path) -> Written:
     written = Written()
+    without = 0
     for reader in ranks:
+
+        def has_data(slot: StoredSlot, reader: RankReader = reader) -> bool:
+            return reader.content(slot.content).has_data
+
         header = {name: value for name, value in reader.header.items() if name != "type"}
         writer = TraceWriter(out, header, rank=reader.rank)
         try:
             for step in reader.steps:
                 writer.put_step(step)
+            contents: dict[int, Content] = {}
             for record in reader.records():
-                writer.put(_raw_record(reader, record, writer))
-                written.num_tensors += sum(slot.content >= 0 for slot in record.slots)
+                writer.put(_raw_record(reader, record, writer, contents))
+                written.num_tensors += sum(slot.content >= 0 and has_data(slot) for slot in record.slots)
+                without += sum(slot.content >= 0 and not has_data(slot) for slot in record.slots)
             for problem in reader.problems:
                 writer.drop(problem)
         except BaseException:
@@ -83,40 +90,58 @@ def _write_trace(ranks: list[RankReader], out: Path) -> Written:
             raise
         writer.close()
         written.left_out += reader.problems
+    if without:
+        written.left_out.append(f"statistics of {without} tensors without data: a trace measures its own")
     written.num_steps = len({(step.model, step.step) for reader in ranks for step in reader.steps})
     return written
 
 
-def _raw_record(reader: RankReader, record: StoredRecord, writer: TraceWriter) -> RawRecord:
+def _raw_record(
+    reader: RankReader, record: StoredRecord, writer: TraceWriter, contents: dict[int, Content]
+) -> RawRecord:
     return RawRecord(
         record.seq,
         record.kind,
         step=record.step,
         model=record.model,
+        grad_phase=record.grad_phase,
         module=record.module,
         call=record.call,
+        op=record.op,
+        overload=record.overload,
         name=record.name,
         n=record.n,
+        args=list(record.args),
+        source=record.source,
+        light=record.light,
         opened=record.opened,
-        slots=[_raw_slot(reader, slot, writer) for slot in record.slots],
+        note=record.note,
+        slots=[_raw_slot(reader, slot, writer, contents) for slot in record.slots],
     )
 
 
-def _raw_slot(reader: RankReader, slot: StoredSlot, writer: TraceWriter) -> RawSlot:
-    content = None
-    if slot.content >= 0:
+def _raw_slot(
+    reader: RankReader, slot: StoredSlot, writer: TraceWriter, contents: dict[int, Content]
+) -> RawSlot:
+    """The same slot; what several of them hold is read once."""
+    content = contents.get(slot.content)
+    if content is None and slot.content >= 0 and reader.content(slot.content).has_data:
         tensor = reader.tensor(slot.content)
         num_bytes = tensor.numel() * tensor.element_size() if slot.strides is not None else 0
         writer.reserve(num_bytes)
         content = Content(tensor, keep_data=True, summarise=True, num_bytes=num_bytes)
+        contents[slot.content] = content
     return RawSlot(
         slot.name,
         slot.role,
+        value=slot.value,
+        is_tensor=slot.is_tensor,
         dtype=slot.dtype,
         shape=slot.shape,
         strides=slot.strides,
         device=slot.device,
         layout=slot.layout,
         content=content,
+        producers=slot.producers,
         note=slot.note,
     )

@@ -288,7 +288,7 @@ def _plain(text: str) -> Any:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+        return re.sub(r" at 0x[0-9a-f]+", "", text)  # an address says nothing
     return list(value) if isinstance(value, tuple) else value
 
 

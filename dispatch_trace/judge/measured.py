@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from dispatch_trace.align.pairs import Pairing, module_slots
+from dispatch_trace.judge.operands import changed_arguments
 from dispatch_trace.schema import StoredContent
 
 # Below this what is apart may be rounding: figures are taken in float32, values in bfloat16.
@@ -44,6 +45,11 @@ def apart_at_least(ref: StoredContent, target: StoredContent) -> float:
     return max(bounds) / size if size else 0.0
 
 
+def figures_notices(pairing: Pairing) -> list[str]:
+    """What statistics and arguments say of values that one side does not hold."""
+    return [*statistics_notices(pairing), *argument_notices(pairing)]
+
+
 def statistics_notices(pairing: Pairing) -> list[str]:
     """Says of pairs without values which one is certainly apart first, in the order of the target."""
     counted = 0
@@ -64,6 +70,21 @@ def statistics_notices(pairing: Pairing) -> list[str]:
                 ]
     if counted:
         return [f"statistics of {counted} module outputs are alike, which proves nothing of their values"]
+    return []
+
+
+def argument_notices(pairing: Pairing) -> list[str]:
+    """Says which paired ops without values got other arguments first: a log may hold nothing else."""
+    for pair in sorted(pairing.ops.values(), key=lambda pair: pair.target):
+        ref, target = pairing.ref.records[pair.ref], pairing.target.records[pair.target]
+        contents = [s.content for s in target.slots if s.role != "in" and s.is_tensor]
+        if any(number >= 0 and pairing.target.reader.content(number).hash for number in contents):
+            continue
+        for name, value in changed_arguments(ref, target).items():
+            return [
+                f"without values: {target.op} in {target.module or '(root)'} (step {target.step}) is the "
+                f"first op that got other arguments: {name} {value}"
+            ]
     return []
 
 

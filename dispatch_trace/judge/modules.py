@@ -14,6 +14,7 @@ from typing import Any
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Call, around_all, slot_numel
+from dispatch_trace.align.named import keeps_last_call
 from dispatch_trace.judge.estimates import ACCUMULATOR, UNKNOWN_GAIN, roundoff
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, within
@@ -45,6 +46,7 @@ class ModuleBlame:
         self._sites = sites
         self._pairing = noise.pairing
         self._backward = {target: ref for ref, target in noise.pairing.calls.items()}
+        self._unordered = keeps_last_call(noise.pairing.target.reader)
 
     def find(self, call: Call) -> Finding | None:
         """The finding for a call that returns something wrong; None where nothing inside was recorded."""
@@ -89,10 +91,17 @@ class ModuleBlame:
     def _within(self, call: Call) -> list[Call]:
         """The calls within a call that both traces have, none of them inside another one, in order."""
         found: list[Call] = []
-        for child in sorted(call.children, key=lambda c: c.closed):
+        for child in sorted(call.children, key=self._place):
             both = child.record is not None and child.key in self._backward
             found += [child] if both else self._within(child)
         return found
+
+    def _place(self, call: Call) -> int:
+        """When a call returned; a dump without an order has that of the reference."""
+        twin = (
+            self._pairing.ref.calls.get(self._backward.get(call.key, call.key)) if self._unordered else None
+        )
+        return call.closed if twin is None else twin.closed
 
     def _handed(self, call: Call, child: Call, given: _Border, error: float, unknown: list[Call]) -> Finding:
         """For something wrong that a child was handed though all that was compared before it is right.

@@ -24,7 +24,7 @@ from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
 from dispatch_trace.judge.golden import Golden
-from dispatch_trace.judge.measured import statistics_notices
+from dispatch_trace.judge.measured import figures_notices
 from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.judge.persistence import is_hidden, module_values
 from dispatch_trace.judge.suspects import Suspects
@@ -172,7 +172,7 @@ class RoundJudge:
             )
         search = Suspects(self._noise, self._blame, self._reached)
         suspects = search.find(fatal)
-        self._notices += [*search.notices, *statistics_notices(self._pairing)]
+        self._notices += [*search.notices, *figures_notices(self._pairing)]
         findings = _distinct([*fatal, *suspects])
         self._check_outputs(outputs, findings)
         self.outputs = outputs
