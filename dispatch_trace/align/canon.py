@@ -6,6 +6,8 @@ what stands before them. The tables hold facts about ATen ops, nothing about any
 
 from __future__ import annotations
 
+from functools import cache
+
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 
@@ -130,17 +132,20 @@ _FAMILIES: dict[str, str] = {
 }
 
 
+@cache
 def short(op: str) -> str:
     """`mm` for `aten.mm`; other namespaces stay."""
     return op[5:] if op.startswith("aten.") else op
 
 
+@cache
 def family(op: str) -> str:
     """The name under which ops that compute the same thing stand."""
     name = short(op)
     return _FAMILIES.get(name, name)
 
 
+@cache
 def dtype_class(dtype: str) -> str:
     """ "f" float, "c" complex, "8" a float of 8 bits or fewer, "b" bool, "i" integer (quantised included)."""
     if dtype.startswith(("float8", "float4")):

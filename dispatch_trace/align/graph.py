@@ -129,6 +129,8 @@ class Program:
         self._leaves: dict[int, Value] = {}  # content -> the parameter or first reader that holds it
         self._origins: dict[Value, tuple[Origin, ...]] = {}
         self._edges: dict[int, StoredSlot | None] = {}
+        self._is_edge: dict[int, bool] = {}
+        self._held: dict[Value, int] = {}
         for count, record in enumerate(reader.records()):
             unwanted = steps is not None and record.kind != "param" and record.step not in steps
             if unwanted or (record.kind == "op" and not ops):
@@ -171,7 +173,10 @@ class Program:
         return self._edges[record.seq]
 
     def is_edge(self, record: StoredRecord) -> bool:
-        return is_empty(record) or self.edge(record) is not None
+        found = self._is_edge.get(record.seq)
+        if found is None:
+            found = self._is_edge[record.seq] = is_empty(record) or self.edge(record) is not None
+        return found
 
     def is_leaf(self, value: Value) -> bool:
         """A parameter, or a tensor that was read before anything recorded had made it."""
@@ -187,8 +192,11 @@ class Program:
 
     def origins(self, record: StoredRecord, slot: StoredSlot) -> tuple[Origin, ...]:
         """The computed values and leaves that a slot of a record holds (inputs, and module outputs)."""
+        producers = slot.producers
+        if len(producers) == 1 and producers[0][0] != record.seq and producers[0][0] in self.records:
+            return self._origins_of(producers[0])  # nearly always
         found: dict[Value, Origin] = {}
-        for seq, index in slot.producers:
+        for seq, index in producers:
             if seq not in self.records or (seq, index) == (record.seq, slot.index):
                 continue
             for origin in self._origins_of((seq, index)):
@@ -218,6 +226,14 @@ class Program:
         """
         if slot.content >= 0:
             return slot.content
+        key = (record.seq, slot.index)
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = self._content_behind(record, slot)
+        return found
+
+    def _content_behind(self, record: StoredRecord, slot: StoredSlot) -> int:
+        """`held_content` of a slot without a content of its own."""
         origins = self.origins(record, slot)
         if len(origins) != 1 or not origins[0].whole:
             return -1

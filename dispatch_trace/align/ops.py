@@ -175,6 +175,8 @@ class BodyAligner:
         return found
 
     def _align_block(self, ref: Sequence[Element], target: Sequence[Element]) -> list[OpPair]:
+        if _are_alike(self._ref, ref, self._target, target):
+            return self._one_by_one(ref, target)
         a, b = Features(self._ref, ref), Features(self._target, target)
         score = score_matrix(a, b, ignore_sizes=self._ignore_sizes)
         pairs = align_sequences(score)
@@ -203,6 +205,16 @@ class BodyAligner:
             for i, j in pairs
             if a.markers[i] is None
         ]
+
+    def _one_by_one(self, ref: Sequence[Element], target: Sequence[Element]) -> list[OpPair]:
+        """What aligning comes to where each element of one body is that of the other: no pair scores more."""
+        found = []
+        for ours, theirs in zip(ref, target, strict=True):
+            if ours.marker is None and ours.record is not None and theirs.record is not None:
+                self.partner[theirs.record.seq] = ours.record.seq
+                self._partner_of_ref[ours.record.seq] = theirs.record.seq
+                found.append(OpPair(ours.record.seq, theirs.record.seq, 1.0, "same op"))
+        return found
 
     def _remember(self, a: Features, b: Features, pairs: Iterable[tuple[int, int]]) -> None:
         for i, j in pairs:
@@ -323,6 +335,35 @@ def _longest_increasing(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int
     return found[::-1]
 
 
+def _are_alike(
+    ref_program: Program, ref: Sequence[Element], target_program: Program, target: Sequence[Element]
+) -> bool:
+    """Whether two bodies have the same elements in the same order, as far as `Features` can tell."""
+    return len(ref) == len(target) and all(
+        a.marker == b.marker
+        and a.edge == b.edge
+        and (a.record is None) == (b.record is None)
+        and (
+            a.marker is not None
+            or a.record is None
+            or b.record is None
+            or (
+                a.record.op == b.record.op
+                and a.record.args == b.record.args
+                and _main_type(ref_program, a) == _main_type(target_program, b)
+                and _producer_terms(ref_program, a.record) == _producer_terms(target_program, b.record)
+                and _reader_terms(ref_program, a.record) == _reader_terms(target_program, b.record)
+            )
+        )
+        for a, b in zip(ref, target, strict=True)
+    )
+
+
+def _main_type(program: Program, element: Element) -> Any:
+    slot = _main(program, element)
+    return (slot.shape, dtype_class(slot.dtype)) if slot is not None else None
+
+
 # Features of one element ------------------------------------------------------------------------------
 
 
@@ -378,29 +419,37 @@ def _dtype_class(program: Program, element: Element) -> str:
 
 
 def _producers(program: Program, element: Element) -> Counter[str]:
-    found: Counter[str] = Counter()
     if element.record is None or element.marker is not None:
-        return found
-    for slot in program.inputs(element.record):
-        for origin in program.origins(element.record, slot)[:4]:
+        return Counter()
+    return Counter(_producer_terms(program, element.record))
+
+
+def _producer_terms(program: Program, record: StoredRecord) -> list[str]:
+    found = []
+    for slot in program.inputs(record):
+        for origin in program.origins(record, slot)[:4]:
             owner = program.records[origin.value[0]]
             if owner.kind == "param":
-                found[f"param {owner.name}"] += 1
+                found.append(f"param {owner.name}")
             elif program.is_leaf(origin.value):
-                found["leaf"] += 1
+                found.append("leaf")
             else:
-                found[family(owner.op)] += 1
+                found.append(family(owner.op))
     return found
 
 
 def _readers(program: Program, element: Element) -> Counter[str]:
-    found: Counter[str] = Counter()
     if element.record is None or element.marker is not None:
-        return found
-    for slot in program.outputs(element.record):
-        for seq, index in program.consumers.get((element.record.seq, slot.index), ())[:16]:
+        return Counter()
+    return Counter(_reader_terms(program, element.record))
+
+
+def _reader_terms(program: Program, record: StoredRecord) -> list[str]:
+    found = []
+    for slot in program.outputs(record):
+        for seq, index in program.consumers.get((record.seq, slot.index), ())[:16]:
             reader = program.records[seq]
-            found[f"{family(reader.op)} {reader.slots[index].name}"] += 1
+            found.append(f"{family(reader.op)} {reader.slots[index].name}")
     return found
 
 

@@ -30,6 +30,9 @@ from dispatch_trace.store.columns import (
     unpack_plain,
     value_column,
 )
+from dispatch_trace.store.quick import quick_maker
+
+_make_record, _make_slot, _make_content = map(quick_maker, (StoredRecord, StoredSlot, StoredContent))
 
 LIGHT, RANDOM = 1, 2
 IS_TENSOR, LEAF, UNINITIALISED = 1, 2, 4
@@ -250,6 +253,7 @@ class RecordsFrame:
         self._converted_args: dict[int, tuple[tuple[str, Any], ...]] = {}
         self._converted_geometries: dict[int, tuple[Any, ...]] = {}
         self._contents: dict[int, StoredContent] = {}
+        self._records: dict[int, StoredRecord] = {}
 
     @cached_property
     def strings(self) -> list[str]:
@@ -292,22 +296,42 @@ class RecordsFrame:
 
     def record(self, row: int) -> StoredRecord:
         """Raises TraceFormatError where the columns contradict each other."""
+        known = self._records.get(row)
+        if known is not None:
+            return known
         try:
-            return self._build_record(row)
+            known = self._records[row] = self._build_record(row)
+            return known
         except _CONTRADICTIONS as error:
             raise TraceFormatError(f"record in row {row} cannot be decoded: {error!r}") from error
 
     def _build_record(self, row: int) -> StoredRecord:
         flags, line, file, args, num_slots, *others = self._record_rows[row]
+        kind, model, grad_phase, module, op, overload, name, note = others[:8]
+        seq, step, call, n, producer, opened, thread = others[8:]
         first = self._slot_starts[row]
-        return StoredRecord(
-            rank=self._rank,
-            args=self._args(args),
-            slots=tuple(self._slots(first, first + num_slots)),
-            source=(self.strings[file], line) if line >= 0 else None,
-            light=bool(flags & LIGHT),
-            random=bool(flags & RANDOM),
-            **dict(zip((*_RECORD_STRINGS, *_RECORD_NUMBERS), others, strict=True)),
+        return _make_record(
+            seq,
+            kind,
+            self._rank,
+            step,
+            model,
+            grad_phase,
+            module,
+            call,
+            op,
+            n,
+            overload,
+            name,
+            self._args(args),
+            self._slots(first, first + num_slots),
+            (self.strings[file], line) if line >= 0 else None,
+            bool(flags & LIGHT),
+            bool(flags & RANDOM),
+            producer,
+            opened,
+            thread,
+            note,
         )
 
     def records(self, rows: Sequence[int]) -> Iterator[StoredRecord]:
@@ -356,38 +380,41 @@ class RecordsFrame:
             self._converted_geometries[number] = geometry
         return geometry
 
-    def _slots(self, start: int, stop: int) -> Iterator[StoredSlot]:
-        values = self.values
+    @cached_property
+    def _producers(self) -> list[tuple[int, int]]:
+        return list(zip(self._producer["seq"], self._producer["slot"], strict=True))
+
+    def _slots(self, start: int, stop: int) -> tuple[StoredSlot, ...]:
+        values, found = self.values, []
         for index, row in enumerate(self._slot_rows[start:stop]):
             name, role, note, storage, num_bytes, alignment, flags, geometry, value, content, count, first = (
                 row
             )
             dtype, shape, strides, offset, device, layout = self._geometry(geometry)
-            producers: tuple[tuple[int, int], ...] = ()
-            if count:
-                span = slice(first, first + count)
-                producers = tuple(zip(self._producer["seq"][span], self._producer["slot"][span], strict=True))
-            yield StoredSlot(
-                name=name,
-                role=role,
-                index=index,
-                value=values[value] if value >= 0 else None,
-                is_tensor=bool(flags & IS_TENSOR),
-                dtype=dtype,
-                shape=shape,
-                strides=strides,
-                offset=offset,
-                device=device,
-                layout=layout,
-                storage=storage,
-                storage_bytes=num_bytes,
-                alignment=alignment,
-                content=content,
-                producers=producers,
-                leaf=bool(flags & LEAF),
-                uninitialised=bool(flags & UNINITIALISED),
-                note=note,
+            found.append(
+                _make_slot(
+                    name,
+                    role,
+                    index,
+                    values[value] if value >= 0 else None,
+                    bool(flags & IS_TENSOR),
+                    dtype,
+                    shape,
+                    strides,
+                    offset,
+                    device,
+                    layout,
+                    storage,
+                    num_bytes,
+                    alignment,
+                    content,
+                    tuple(self._producers[first : first + count]) if count else (),
+                    bool(flags & LEAF),
+                    bool(flags & UNINITIALISED),
+                    note,
+                )
             )
+        return tuple(found)
 
     def content(self, content_id: int) -> StoredContent:
         """Raises TraceFormatError where the columns contradict each other."""
@@ -407,19 +434,21 @@ class RecordsFrame:
         encoding = self.values[number] if number >= 0 else {}
         if not isinstance(encoding, dict):
             raise TypeError(f"encoding {encoding!r}")
-        stats = {}
-        if content["summarised"][row]:
-            stats = {name: content[f"stat.{name}"][row] for name in STATISTICS}
-        return StoredContent(
-            id=content_id,
-            dtype=dtype,
-            shape=tuple(shape),
-            hash=bytes(content["hash"][row] or b"").hex(),
-            stats=stats,
-            has_sketch=content["sketch_row"][row] >= 0,
-            has_data=content["shard"][row] >= 0,
-            encoding=encoding,
+        stats = dict(zip(STATISTICS, self._stat_rows[row], strict=True)) if content["summarised"][row] else {}
+        return _make_content(
+            content_id,
+            dtype,
+            tuple(shape),
+            bytes(content["hash"][row] or b"").hex(),
+            stats,
+            content["sketch_row"][row] >= 0,
+            content["shard"][row] >= 0,
+            encoding,
         )
+
+    @cached_property
+    def _stat_rows(self) -> list[tuple[Any, ...]]:
+        return list(zip(*(self._content[f"stat.{name}"] for name in STATISTICS), strict=True))
 
     def place(self, content_id: int) -> tuple[int, int]:
         """(shard, number of the first part) of a content; (-1, -1) without data."""
