@@ -32,7 +32,9 @@ from dispatch_trace.store.columns import (
 )
 from dispatch_trace.store.quick import quick_maker
 
-_make_record, _make_slot, _make_content = map(quick_maker, (StoredRecord, StoredSlot, StoredContent))
+_make_record = quick_maker(StoredRecord)
+_make_slot = quick_maker(StoredSlot)
+_make_content = quick_maker(StoredContent)
 
 LIGHT, RANDOM = 1, 2
 IS_TENSOR, LEAF, UNINITIALISED = 1, 2, 4
