@@ -15,6 +15,7 @@ from dispatch_trace.align.modules import Renames, host, pair_calls
 from dispatch_trace.align.named import named_alike
 from dispatch_trace.align.ops import BodyAligner, Element
 from dispatch_trace.align.pairs import Pairing, Progress
+from dispatch_trace.align.rebuilt import rebuilt
 from dispatch_trace.align.rows import RowMap
 from dispatch_trace.align.states import placed_states
 from dispatch_trace.align.steps import StepPair, StepPlan, pair_models, pair_steps, unpaired_steps
@@ -53,6 +54,9 @@ def pair_traces(
     ref, target, placed = placed_states(*named_alike(ref, target, models, renames.apply))
     ops = not lacks_operands(ref, target)
     plan = pair_steps(ref, target, models, steps)
+    if plan is not None or cut is not None:
+        ref = rebuilt(ref, reading("running the reference again"))
+        target = rebuilt(target, reading("running the target again"))
     if plan is not None:
         found = [
             _round(plan, number, ref, target, ops, cut, models, renames, reading)

@@ -100,7 +100,20 @@ _LIPSCHITZ = frozenset(
         "adaptive_avg_pool2d",
     ]
 )
-_ADDITIVE = frozenset(["add", "sub", "rsub", "_foreach_add", "_foreach_sub", "lerp", "addcmul", "addcdiv"])
+_ADDITIVE = frozenset(
+    [
+        "add",
+        "sub",
+        "rsub",
+        "_foreach_add",
+        "_foreach_sub",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "index_add",
+        "scatter_add",
+    ]
+)
 
 
 def roundoff(dtype: str) -> float:

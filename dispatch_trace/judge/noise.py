@@ -24,6 +24,8 @@ from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # A row may be this many times as wrong as a whole tensor is allowed to be, before it counts by itself.
 ROW_FACTOR = 10.0
+# A value stands for one of the reference that is up to this many times as far from it as the nearest one.
+FARTHER = 10.0
 # Noise that an op makes larger than this says nothing any more about what stands behind it.
 GARBAGE = 0.25
 STEEP = 4.0
@@ -452,7 +454,10 @@ class NoisePass:
                 return True
             state = self.state(link.target)
             difference = self.pairing.compare(link)
-            if difference.known and state.explained and within(difference, state.limit):
+            if not (difference.known and state.explained and within(difference, state.limit)):
+                continue
+            own = max(state.rho or 0.0, roundoff(self.pairing.target.slot(link.target).dtype))
+            if difference.rho <= FARTHER * own:  # or it is another value of the reference
                 return True
         return False
 

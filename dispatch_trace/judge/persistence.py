@@ -6,10 +6,11 @@ sum. A rewrite heals instead: the next result is right, though its input's error
 
 from __future__ import annotations
 
-from dispatch_trace.align.canon import family
+from dispatch_trace.align.canon import DISCRETE, family, is_factory, short
 from dispatch_trace.align.flow import has_inputs
-from dispatch_trace.align.graph import Value
+from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.judge.noise import NoisePass
+from dispatch_trace.schema import StoredRecord
 
 # An explained result that carries at least this share of the error predicted from its wrong inputs still has
 # it. Where an op only bounds how errors grow (softmax, norms), what arrives may be far below the prediction.
@@ -42,7 +43,10 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
         if state.wrong and any(seq not in around for seq in module_values.get(current, ())):
             reached = True
         for seq, _ in target.consumers.get(current, ()):
-            for out in target.outputs(target.records[seq]):
+            reader = target.records[seq]
+            if is_factory(reader):
+                continue  # it takes a shape, no numbers
+            for out in target.outputs(reader):
                 following = (seq, out.index)
                 if following in seen:
                     continue
@@ -50,10 +54,23 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
                 after = noise.state(following)
                 if after.suspicious:
                     todo.append(following)
+                elif short(reader.op) in DISCRETE or _reads_part(target, reader, current):
+                    continue  # it decides the same on a wrong number, or reads right ones beside it
                 elif after.explained and after.rho is not None:
-                    carried = CARRIED if family(target.records[seq].op) in _EXACT_GAIN else CARRIED_BOUND
+                    carried = CARRIED if family(reader.op) in _EXACT_GAIN else CARRIED_BOUND
                     healed = healed or after.rho < carried * after.predicted
     return reached and not healed
+
+
+def _reads_part(target: Program, reader: StoredRecord, value: Value) -> bool:
+    """Whether an op reads a part of a value only."""
+    shares = [
+        origin.share
+        for slot in target.inputs(reader)
+        for origin in target.origins(reader, slot)
+        if origin.value == value
+    ]
+    return max(shares, default=1.0) < 1.0
 
 
 def module_values(noise: NoisePass) -> dict[Value, list[int]]:

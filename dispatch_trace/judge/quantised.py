@@ -123,8 +123,9 @@ def _step_of(row: Array, roundoff: float) -> float | None:
             if not square or float(np.abs(nearest).max()) > MAX_LEVELS:
                 continue
             fitted = float(np.dot(shifted, nearest)) / square
-            off = float(np.abs(shifted - nearest * fitted).max())
-            if off <= 0.02 * fitted + 8 * roundoff * top:
+            # Each point was rounded, and so were the step and what the grid starts at.
+            rounding = 2 * roundoff * (np.abs(levels) + abs(start))
+            if bool((np.abs(shifted - nearest * fitted) <= 0.02 * fitted + rounding).all()):
                 return fitted
     return None
 

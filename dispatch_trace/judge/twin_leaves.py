@@ -27,6 +27,7 @@ from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.noise import NoisePass, within
+from dispatch_trace.judge.quantised import quantisation_noise
 from dispatch_trace.metrics import FLOAT_FORMATS, coarser
 from dispatch_trace.schema import StoredContent, StoredRecord
 from dispatch_trace.store.layouts import dtype_from_name
@@ -209,12 +210,17 @@ class Leaves:
         self._hashes[0][a] = self._pairing.target.reader.content(b).hash
 
     def _grid(self, link: Link, a: int, b: int, error: float) -> bool:
-        """A weight rounded to a grid, as the estimates found."""
+        """A weight rounded to a grid, as the estimates found, or would have but for the grid of its dtype."""
         state = self._noise.state(link.target)
-        if not state.notes or not self._is_close(link):
+        if not self._is_close(link):
+            return False
+        found = state.notes[0] if state.notes else None
+        if found is None and state.difference is not None:
+            found = quantisation_noise(self._pairing, link, state.difference)
+        if found is None:
             return False
         self._give_target(a, b)
-        self.healed.append(Healed(link.ref, link.target, error, state.notes[0]))
+        self.healed.append(Healed(link.ref, link.target, error, found))
         return True
 
     def _round_unpaired(self) -> None:
