@@ -23,6 +23,7 @@ _HOMES = {
     "TensorRegistry": "dispatch_trace.registry",
     "tap": "dispatch_trace.capture.graph",
     "inject": "dispatch_trace.inject",
+    "trace_lines": "dispatch_trace.lines",
     "hunt": "dispatch_trace.hunt",
     "Hunt": "dispatch_trace.hunt_result",
     "open": "dispatch_trace.session",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from dispatch_trace.hunt_result import Hunt as Hunt
     from dispatch_trace.inject import inject as inject
     from dispatch_trace.judge.verdict import Finding as Finding
+    from dispatch_trace.lines import trace_lines as trace_lines
     from dispatch_trace.model_capture import ModelCapture as ModelCapture
     from dispatch_trace.recorder import check_observer as check_observer
     from dispatch_trace.recorder import record as record

@@ -30,6 +30,7 @@ from dispatch_trace.environment import SWITCH, Settings, is_on, settings_from
 from dispatch_trace.errors import DispatchTraceError, NoMatchError
 
 if TYPE_CHECKING:
+    from dispatch_trace.lines import trace_lines
     from dispatch_trace.recorder import record
 
 # Of `dispatch-trace run` to the processes below it; no setting of anybody's.
@@ -57,7 +58,7 @@ def start_from_environment() -> None:
     if settings.lines:
         from dispatch_trace.lines import trace_lines
 
-        trace_lines(settings.lines)
+        autostart.lines = trace_lines(settings.lines)
     _after_import_of_torch(autostart.watch)
 
 
@@ -85,7 +86,7 @@ class Autostart:
         self._wrapper: Any = None
         self._original: Any = None
         self._done = False
-        self._num_calls = 0
+        self.lines: trace_lines | None = None
         self._seen = os.environ.get(_SEEN_VARIABLE)
         self._report: dict[str, Any] = {"pid": self._pid, "state": "no torch", "rank": 0}
         os.environ.setdefault(_SEEN_VARIABLE, os.environ.get("RANK", ""))
@@ -138,7 +139,6 @@ class Autostart:
                     self._report["state"] = "child"
                     self._unwatch()
                     return False
-                self._num_calls += 1
                 if self._finder.look(module) is None:
                     return False
                 self._unwatch()
@@ -160,6 +160,8 @@ class Autostart:
     def _open(self) -> None:
         from dispatch_trace.recorder import current_rank, record
 
+        if self.lines is not None:
+            self.lines.refresh()  # the script has defined its functions by now
         rank = current_rank()
         path = self._folder / self.settings.output_of(_program(), pid=self._pid, rank=rank)
         recording = record(path, None, **self.settings.record_arguments())
@@ -243,6 +245,8 @@ class Autostart:
                     select_modules([pattern], paths)
             except NoMatchError as found:
                 failure = found
+        if self.lines is not None and not self.lines.modules:
+            failure = NoMatchError(self.lines.why_none())
         if options.ops is not None and not ops and failure is None:
             failure = NoMatchError(
                 f"ops={options.ops!r} matched none of {len(names)} ops that ran: {_some(names)}."
@@ -341,7 +345,7 @@ class _TorchImport:
     ) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec

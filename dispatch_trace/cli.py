@@ -394,6 +394,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what a model is: a class name, an attribute path or a pattern, matched whole (repeatable; "
         "default: every outermost module)",
     )
+    run.add_argument(
+        "--lines",
+        metavar="PATTERN",
+        action="append",
+        help="record what each line of these Python modules assigns (docs/lines.md; repeatable)",
+    )
     run.add_argument("--overwrite", action="store_true", default=None, help="replace an earlier trace")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
     run.set_defaults(run=_run)

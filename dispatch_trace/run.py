@@ -73,6 +73,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         "steps": _split(options.steps),
         "stats": _split([options.stats] if options.stats is not None else None),
         "root": options.root,
+        "lines": options.lines,
         "overwrite": options.overwrite,
     }
     for name in ("select", "root"):

@@ -193,6 +193,32 @@ print("flops", flops.get_total_flops())
     assert [r.step for r in dt.open(tmp_path / "t").find(op="aten.addmm")] == [0, 1]
 
 
+def test_lines_of_the_script_are_recorded(tmp_path: Path, server: Programs) -> None:
+    program = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        h = x * 2
+        return h + 1
+
+def main():
+    model = Model()
+    for _ in range(2):
+        y = model(torch.ones(3))
+
+main()
+"""
+    ended = server.run(program, OUTPUT=str(tmp_path / "t"), LINES="__main__")
+    assert "ERROR" not in ended.said, ended.output
+    found = [(r.name, r.step, r.source) for r in dt.open(tmp_path / "t").records if r.kind == "inline"]
+    assert [(name, step) for name, step, _ in found] == [("Model.forward.h", 0), ("Model.forward.h", 1)]
+    assert all(source is not None and source.endswith(".py:7") for _, _, source in found)
+    ended = server.run(program, OUTPUT=str(tmp_path / "u"), LINES="__mein__")
+    assert "ERROR: NoMatchError: lines='__mein__' matched no module with functions" in ended.said
+
+
 # Nothing found ------------------------------------------------------------------------------------
 
 
