@@ -381,6 +381,8 @@ class Tracer:
         The model's last step. Where roots are found by themselves their methods may stand for their calls
         (`vae.decode`): such a step lasts until one of its parts, or the root, is called again.
         """
+        if self._bracket is not None and model not in self._bracket_steps:
+            return self.step_of_root_call(model), True
         step = self._steps.get(model, -1)
         if self.finder is None or _current_node() is not None or self._running.get(model, 0):
             return step, False
