@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Documents whose Python another file of tests runs.
 ELSEWHERE = {
     "engine.md": "test_engine.py",
+    "export.md": "test_export.py",
     "format.md": "test_format_doc.py",
     "json.md": "test_cli.py",
+    "neuron.md": "test_neuron_sim.py",
     "proofs.md": "test_docs.py",
     "report.md": "test_docs.py",
 }
@@ -73,13 +76,21 @@ def compiled() -> dict[str, Any]:
     } | {"positions": positions}
 
 
-NEEDS_A_DEVICE = {"neuron.md"}
+def examples() -> dict[str, Any]:
+    """The examples can be imported."""
+    folder = str(ROOT / "docs" / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return {}
+
 
 SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": recorded,
     "quickstart.md": recorded,
     "compiled.md": compiled,
     "session.md": dict,
+    "lines.md": examples,
+    "pipeline.md": examples,
     "port.md": dict,
     "quantisation.md": dict,
     "training.md": dict,
@@ -96,7 +107,7 @@ def documents() -> list[Path]:
 
 def test_no_document_holds_python_that_is_not_run() -> None:
     for path in documents():
-        if path.name in SETUPS or path.name in NEEDS_A_DEVICE:
+        if path.name in SETUPS:
             continue
         test = ROOT / "tests" / ELSEWHERE.get(path.name, "none")
         assert test.exists(), f"{path.name} holds Python that no test runs: give it a set-up here"

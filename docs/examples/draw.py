@@ -6,10 +6,14 @@
 """
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
+
+Callback = Callable[["Pipeline", int, torch.Tensor, dict[str, torch.Tensor]], dict[str, Any]]
 
 
 class Block(nn.Module):
@@ -77,12 +81,19 @@ class Pipeline:
         self.scheduler = Scheduler(num_steps)
 
     @torch.no_grad()
-    def __call__(self, prompt: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def __call__(
+        self,
+        prompt: torch.Tensor,
+        generator: torch.Generator,
+        callback_on_step_end: Callback | None = None,
+    ) -> torch.Tensor:
         context = self.text_encoder(input_ids=prompt).last_hidden_state
         latents = torch.randn(1, 6, 4, generator=generator)
         for index, timestep in enumerate(self.scheduler.timesteps[:-1]):
             velocity = self.transformer(latents, timestep[None], context)
             latents = self.scheduler.step(velocity, index, latents)
+            if callback_on_step_end is not None:
+                latents = callback_on_step_end(self, index, timestep, {"latents": latents})["latents"]
         return self.vae.decode(latents)
 
 
