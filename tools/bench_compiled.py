@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench import SIZES, Transformer
+from bench_model import SIZES, Transformer
 
 import dispatch_trace as dt
 
@@ -41,7 +41,7 @@ CALLS = 4
 
 def compiled(backend: str) -> tuple[torch.nn.Module, Any]:
     """A fresh model and what runs it; every row has its own, with the same weights."""
-    layers, d, heads, _, _ = SIZES["mid"]
+    layers, d, heads, *_ = SIZES["mid"]
     torch.manual_seed(0)
     model = Transformer(layers, d, heads).eval()
     return model, torch.compile(model, backend=backend, fullgraph=True)
@@ -58,7 +58,7 @@ def timed(run: Callable[[], object]) -> list[float]:
 
 def bench(backend: str, threads: int, repeats: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
-    _, _, _, seq, batch = SIZES["mid"]
+    _, _, _, seq, batch, _ = SIZES["mid"]
     ids = torch.randint(0, 1000, (batch, seq))
     folder = Path(tempfile.mkdtemp(prefix="dispatch_trace_bench_"))
     times: dict[str, list[float]] = {row: [] for row in ("plain", "hooked", "stats", "tensors", "copy")}

@@ -53,7 +53,7 @@ def build(path: Path, num_records: int, *, noise: float = 0.0) -> None:
       noise: relative size of what is added to each value, in rounding errors.
     """
     import torch
-    from bench import Transformer
+    from bench_model import Transformer
 
     import dispatch_trace as dt
     from dispatch_trace.schema import Content, RawRecord, RawSlot, StepInfo
