@@ -44,6 +44,7 @@ _HOMES = {
     "SchemaVersionError": "dispatch_trace.errors",
     "NotExecutableError": "dispatch_trace.errors",
     "RenameError": "dispatch_trace.errors",
+    "DivergenceError": "dispatch_trace.errors",
 }
 
 __all__ = [*_HOMES, "__version__"]

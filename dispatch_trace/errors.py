@@ -7,6 +7,8 @@ the command line each becomes one message on stderr and exit status 2.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DispatchTraceError(Exception):
     """Base of all errors of this package."""
@@ -50,6 +52,18 @@ class SchemaVersionError(DispatchTraceError, ValueError):
 
 class NotExecutableError(DispatchTraceError, RuntimeError):
     """The trace or record lacks what is needed to run it again."""
+
+
+class DivergenceError(DispatchTraceError, ArithmeticError):
+    """A program that was recorded with `against=..., on_divergence="raise"` parted from its reference.
+
+    Attributes:
+      divergence: where and how (`live_stop.Divergence`).
+    """
+
+    def __init__(self, message: str, divergence: Any = None) -> None:
+        super().__init__(message)
+        self.divergence = divergence
 
 
 class RenameError(DispatchTraceError, ValueError):

@@ -12,10 +12,10 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,10 +30,14 @@ from dispatch_trace.capture.ops import OpRecorder
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions, same_bits
 from dispatch_trace.capture.roots import RootFinder
 from dispatch_trace.capture.tracer import Tracer
-from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, record_options
+from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, RecordOptions, record_options
 from dispatch_trace.errors import CaptureError, ConfigError
 from dispatch_trace.patterns import select_modules
 from dispatch_trace.store.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from dispatch_trace.against import LiveJudge
+    from dispatch_trace.live_stop import Divergence
 
 _live: weakref.WeakSet[Tracer] = weakref.WeakSet()
 
@@ -78,6 +82,13 @@ class record:
       on_error: what a fault of the recorder does: "warn" once and go on, or "raise" at the end.
       max_bytes: stop storing data beyond this many bytes; statistics go on.
       max_pending_bytes: bound on what waits to be written, in bytes; the program waits beyond it.
+      against: trace of a reference run; each record is judged against it as it is made, and the data of
+        those that differ is kept, with that of the few around them (docs/live.md).
+      on_divergence: what is done where the program parts from the reference: "note", "raise" a
+        DivergenceError, "break" into the debugger, or a callable that is handed the `Divergence`.
+
+    Attributes:
+      divergences: what was found so far, with `against`.
 
     Raises:
       ConfigError, PatternError, NoMatchError, TraceExistsError: on entry.
@@ -107,6 +118,8 @@ class record:
         on_error: str = "warn",
         max_bytes: int | None = None,
         max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
+        against: str | os.PathLike[str] | None = None,
+        on_divergence: str | Callable[[Any], object] = "note",
     ) -> None:
         self.path = Path(path)
         self._models = _named_models(model)
@@ -132,6 +145,7 @@ class record:
         self._overwrite = overwrite
         self._max_bytes = max_bytes
         self._max_pending_bytes = max_pending_bytes
+        self._live = None if against is None else _live_judge(against, on_divergence, self._options)
         self._tracer: Tracer | None = None
         self._modules: ModuleRecorder | None = None
         self._regions: Regions | None = None
@@ -155,7 +169,10 @@ class record:
             neuron.refuse_dispatch_recorder(
                 [type(r.body).__name__ for r in regions if not r.tapped], device=device_of(models)
             )
-        writer = TraceWriter(
+        make_writer: Any = TraceWriter
+        if self._live is not None:
+            make_writer = functools.partial(_watched_writer, self._live)
+        writer: TraceWriter = make_writer(
             self.path,
             trace_header(options, models, self._meta),
             rank=current_rank(),
@@ -169,6 +186,8 @@ class record:
         tracer = self._tracer = Tracer(writer, options, models)
         tracer.root_adopted = self._on_root_adopted
         tracer.finder = self._finder
+        if self._live is not None:
+            self._live.attach(tracer)
         _live.add(tracer)
         self._regions = Regions(tracer, self._recompile, self._check_outputs)
         self._modules = ModuleRecorder(tracer, self._regions)
@@ -225,6 +244,10 @@ class record:
                 f"{self.path}: the recorder failed {len(tracer.faults)} times and the trace is incomplete; "
                 f"first: {type(first).__name__}: {first}"
             ) from first
+
+    @property
+    def divergences(self) -> list[Divergence]:
+        return [] if self._live is None else list(self._live.divergences)
 
     @property
     def num_records(self) -> int:
@@ -313,6 +336,18 @@ class record:
         else:
             why = "the model was never called inside the block"
         return f"{self.path}: nothing was recorded: {why}."
+
+
+def _live_judge(against: Any, on_divergence: Any, options: RecordOptions) -> LiveJudge:
+    from dispatch_trace.live_writer import live_judge  # and aligner: a plain recording has no use for them
+
+    return live_judge(against, on_divergence, options, rank=current_rank())
+
+
+def _watched_writer(judge: LiveJudge, *args: Any, **kwargs: Any) -> TraceWriter:
+    from dispatch_trace.live_writer import WatchedWriter
+
+    return WatchedWriter(*args, judge=judge, **kwargs)
 
 
 def _named_models(model: Any) -> dict[str, torch.nn.Module]:

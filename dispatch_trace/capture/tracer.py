@@ -182,6 +182,7 @@ class Tracer:
         self.num_parameters = 0
         self.upcoming_seq = 0
         self.faults: list[Exception] = []
+        self.let_through: BaseException | None = None
         self.new_mode: Callable[[], Any] = _no_mode
         self.start_lasting_mode: Callable[[], bool] = _never  # for more than one call, where that is safe
         self.root_adopted: Callable[[str, torch.nn.Module], None] = _ignore
@@ -311,6 +312,8 @@ class Tracer:
 
     def fault(self, error: Exception) -> None:
         """Counts a fault of the recorder; the program goes on."""
+        if error is self.let_through:
+            raise error  # somebody asked for the program to be stopped
         with contextlib.suppress(Exception):
             self.writer.drop(f"{type(error).__name__}: {error}")
         first = not self.faults

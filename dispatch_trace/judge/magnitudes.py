@@ -74,7 +74,7 @@ class Magnitudes:
 
     def _measure(self, id: int) -> Magnitude:
         content = self._program.reader.content(id)
-        found = _from_stats(content)
+        found = magnitude_of(content)
         if found.top >= EXTREME and content.has_data:
             array = self._comparer.array(self._ref_side, id)
             if array is not None:
@@ -88,7 +88,8 @@ class Magnitudes:
         return found
 
 
-def _from_stats(content: StoredContent) -> Magnitude:
+def magnitude_of(content: StoredContent) -> Magnitude:
+    """From the statistics alone; numbers that stand for -inf count."""
     stats = content.stats
     if stats.get("sq_sum") is None or stats.get("n") is None:
         return UNKNOWN
