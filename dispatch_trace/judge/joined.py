@@ -87,7 +87,7 @@ def judge(
         if twins is False or exact:
             return _signed(found, "estimates")
         joined = _with_twins(pairing, first, found, golden, tolerance, asked=bool(twins), progress=progress)
-        return _with_replay(pairing, first, joined, progress)
+        return _with_bodies(first, _with_replay(pairing, first, joined, progress))
 
     return judge_by_estimates(
         pairing, exact=exact, tolerance=tolerance, declared=declared, golden=golden, review=review
@@ -159,6 +159,21 @@ def _with_replay(
     except DispatchTraceError as error:  # a shard that cannot be read, say
         return _noticed(judgement, f"the target's ops were not run again one by one: {error}")
     return with_faults(first, judgement, faults)
+
+
+def _with_bodies(first: RoundJudge, judgement: Judgement) -> Judgement:
+    """The judgement, with what bodies of the reference say of calls whose own ops were not recorded."""
+    pairing = first.noise.pairing
+    if any(f.fatal and f.judge != "estimates" for f in judgement.findings):
+        return judgement
+    if _why_not_run(pairing.ref, "reference") or pairing.comparer.rows is not None:
+        return judgement
+    from dispatch_trace.judge.bodies import with_bodies  # it needs torch
+
+    try:
+        return with_bodies(first, judgement)
+    except DispatchTraceError as error:  # a shard that cannot be read, say
+        return _noticed(judgement, f"bodies of modules were not run: {error}")
 
 
 def _why_not(pairing: Pairing) -> str:

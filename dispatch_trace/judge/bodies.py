@@ -1,0 +1,415 @@
+"""Whether a module call whose own ops nobody recorded computes badly: the reference's body on its inputs.
+
+Of compiled code, and of a trace of modules, only borders are known. The reference's own ops between the same
+borders, in float64 and on what the target was given, say what it should have returned (BLAME.md section 2,
+"a module body"); calls within it answer for themselves. Neither more precision is asked for than the reference
+had, nor than the borders hold.
+
+A call is not judged, and it is said why, where its inputs or outputs were not kept, where the reference's
+body draws random numbers, makes a decision that may fall the other way, or reads more than it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+from typing import Any
+
+import torch
+
+from dispatch_trace import execute
+from dispatch_trace.align.canon import DISCRETE, dtype_class, is_factory, short
+from dispatch_trace.align.graph import Call, Value, slot_numel
+from dispatch_trace.align.pairs import module_slots
+from dispatch_trace.errors import DispatchTraceError
+from dispatch_trace.execute_ops import why_taken
+from dispatch_trace.judge.estimates import C, roundoff
+from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.noise import ROW_FACTOR, NoisePass
+from dispatch_trace.judge.sites import Sites
+from dispatch_trace.judge.verdict import RoundJudge
+from dispatch_trace.metrics import relative_l2, worst_row
+from dispatch_trace.schema import StoredRecord, StoredSlot
+from dispatch_trace.store.reader import RankReader
+
+# Errors as large as rounding and the reference's own make them, times this, are a fault.
+TOLERANCE = 8.0
+# Replays that show how the body lets rounding grow.
+NUM_NOISY = 2
+# Longer bodies are the whole program, not a region.
+MAX_OPS = 20_000
+
+Values = dict[Value, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What the reference's body says of a call of the target.
+
+    Attributes:
+      slot: the worst output.
+      error: of the target's output, from the float64 body on the target's inputs (relative L2).
+      ref_error: of the reference's own, and of rounding within the body.
+      band: error up to which it is as good as the reference.
+      ok: whether it is within the band, its worst row included; None where it could not be told.
+      why: why not.
+    """
+
+    slot: str = ""
+    error: float = 0.0
+    ref_error: float = 0.0
+    band: float = 0.0
+    ok: bool | None = None
+    why: str = ""
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        if self.ok is None:
+            return {"not_replayed": self.why}
+        return {
+            "slot": self.slot,
+            "local_error": self.error,
+            "ref_error": self.ref_error,
+            "band": self.band,
+        }
+
+
+class _NotJudged(Exception):
+    """The message says why."""
+
+
+class Bodies:
+    """Judges calls of the target's modules."""
+
+    def __init__(self, noise: NoisePass) -> None:
+        self._noise = noise
+        self._pairing = noise.pairing
+        self._ref: RankReader = noise.pairing.ref.reader
+        self._target: RankReader = noise.pairing.target.reader
+        self._backward = {target: ref for ref, target in noise.pairing.calls.items()}
+        self._ops: list[StoredRecord] | None = None  # the reference's, in order
+
+    def judge(self, record: StoredRecord) -> Body:
+        """What the reference's body says of a call of the target.
+
+        Args:
+          record: a module record of the target.
+        """
+        try:
+            return self._judge(record)
+        except _NotJudged as reason:
+            return Body(why=str(reason))
+        except DispatchTraceError as error:
+            return Body(why=str(error)[:200])
+
+    def _judge(self, record: StoredRecord) -> Body:
+        key = self._backward.get(self._pairing.target.call_of(record).key)
+        ref = None if key is None else self._pairing.ref.calls[key].record
+        if ref is None:
+            raise _NotJudged("the reference recorded no such call")
+        inner = self._inner(self._pairing.target.call_of(record))
+        body = self._body(ref, [child for child, _ in inner])
+        pairs = module_slots(ref, record, self._pairing)
+        outs = [(a, b) for a, b in pairs if b.role == "out"]
+        returned = {b.name: self._tensor(self._target, record, b) for _, b in outs}
+        given = [(a, self._given(record, a, b)) for a, b in pairs if b.role == "in"]
+        given += [pair for _, values in inner for pair in values]
+        inside = {r.seq for r in body}
+        made_by = {a.name: next((p for p in reversed(a.producers) if p[0] in inside), None) for a, _ in outs}
+        if not outs or None in made_by.values():
+            raise _NotJudged("what it returns is not made by the reference's ops within it")
+        wanted = {place for place in made_by.values() if place is not None}
+        inputs = _Inputs(self, ref, body, given)
+        truth = self._run(body, wanted, inputs)
+        own = self._run(body, wanted, None)
+        unit, ref_unit = _border(record), _border(ref)
+        noisy = [self._run(body, wanted, inputs, ref_unit, seed) for seed in range(NUM_NOISY)]
+        declared = self._noise.declared_within(self._pairing.target.call_of(record))
+        worst: Body | None = None
+        for a, b in outs:
+            place = made_by[a.name]
+            exact = None if place is None else truth.get(place)
+            if place is None or exact is None or tuple(exact.shape) != a.shape or a.shape != b.shape:
+                raise _NotJudged("its outputs have other shapes")
+            recorded = self._tensor(self._ref, ref, a)
+            ref_error = max(relative_l2(recorded, own[place]), *(relative_l2(n[place], exact) for n in noisy))
+            u, u_ref = max(unit, roundoff(b.dtype)), max(ref_unit, roundoff(a.dtype))
+            band = TOLERANCE * max(u, u_ref, ref_error, ref_error * u / u_ref if u_ref else 0.0)
+            band = math.hypot(band, C * declared)
+            value = returned[b.name]
+            error = relative_l2(value, exact)
+            row = worst_row(exact, value)[1] if math.isfinite(error) else error
+            found = Body(b.name, error, ref_error, band, error <= band and row <= ROW_FACTOR * band)
+            if not found.ok and any(_decides(r) for r in body):
+                raise _NotJudged("the reference's body makes a decision, which may fall the other way")
+            if worst is None or (found.ok is False, error / band) > (
+                worst.ok is False,
+                worst.error / worst.band,
+            ):
+                worst = found
+        assert worst is not None
+        return worst
+
+    def _inner(self, call: Call) -> list[tuple[StoredRecord, list[tuple[StoredSlot, torch.Tensor]]]]:
+        """Calls within a call that answer for themselves: the reference's, and what the target's return.
+
+        What is replayed of the call around them is its own code, on what they returned.
+        """
+        found = []
+        for child in call.children:
+            key = self._backward.get(child.key)
+            ref = None if key is None else self._pairing.ref.calls[key].record
+            pairs = (
+                [] if ref is None or child.record is None else module_slots(ref, child.record, self._pairing)
+            )
+            try:
+                values = [(a, self._given(child.record, a, b)) for a, b in pairs if b.role == "out"]
+            except _NotJudged:
+                values = []
+            if ref is not None and values:
+                found.append((ref, values))
+            else:
+                found += self._inner(child)
+        return found
+
+    def _body(self, ref: StoredRecord, inner: list[StoredRecord]) -> list[StoredRecord]:
+        if self._ops is None:
+            known = (r for r in self._pairing.ref.records.values() if r.kind == "op")
+            self._ops = list(known) or list(self._ref.records(kind="op"))
+        place = bisect_left(self._ops, ref.opened, key=lambda r: r.seq)
+        body = [r for r in takewhile(lambda r: r.seq < ref.seq, islice(self._ops, place, None))]
+        body = [r for r in body if r.grad_phase == "fwd" and r.thread == ref.thread]
+        body = [r for r in body if not any(i.opened <= r.seq < i.seq for i in inner)]
+        if not body:
+            raise _NotJudged("the reference recorded no ops of its own in it")
+        if len(body) > MAX_OPS:
+            raise _NotJudged(f"it holds {len(body)} ops of the reference")
+        if any(why_taken(r) for r in body):
+            raise _NotJudged("the reference's body cannot all be run again (random, or unknown ops)")
+        return body
+
+    def _tensor(self, reader: RankReader, record: StoredRecord, slot: StoredSlot) -> torch.Tensor:
+        try:
+            return execute.tensor(reader, record.seq, slot.name)
+        except DispatchTraceError as error:
+            side = "target" if reader is self._target else "reference"
+            raise _NotJudged(f"the {side} did not keep {slot.name}: {error}"[:200]) from error
+
+    def _given(self, record: StoredRecord | None, a: StoredSlot, b: StoredSlot) -> torch.Tensor:
+        if record is None or a.shape != b.shape:
+            raise _NotJudged(f"{b.name} has another shape than the reference's")
+        return self._tensor(self._target, record, b)
+
+    def _run(
+        self,
+        body: list[StoredRecord],
+        wanted: set[Value],
+        inputs: _Inputs | None,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> Values:
+        given = None if inputs is None else inputs.of
+        made, ran = execute.execute_body(self._ref, body, wanted, given=given, noise=noise, seed=seed)
+        if ran.failed or ran.skipped or ran.taken or ran.narrowed:
+            raise _NotJudged("the reference's body cannot all be run in float64")
+        if wanted - made.keys():
+            raise _NotJudged("the reference's body does not return it when run again")
+        return made
+
+    def leaf(self, slot: StoredSlot) -> torch.Tensor | None:
+        """The target's value of a parameter of the reference, where it is the same up to rounding.
+
+        Returns: None for the reference's own value.
+        """
+        content = slot.content
+        place = self._pairing.ref._leaves.get(content) if content >= 0 else None
+        known = None if place is None else self._pairing.ref.records.get(place[0])
+        if (
+            self._pairing.plan is not None
+            and (known is None or known.kind != "param")
+            and slot_numel(slot) > 1
+        ):
+            raise _NotJudged("what the reference's body reads besides may be about other requests")
+        for link in self._pairing.ref_links.get(place, ()) if place is not None else ():
+            ours = self._pairing.target.slot(link.target)
+            plain = link.ref_content == content and link.target_content == ours.content >= 0
+            if link.method != "param" or not plain or dtype_class(ours.dtype) != "f":
+                continue
+            same = ours.shape == self._pairing.ref.slot(link.ref).shape
+            if (
+                same
+                and self._noise.state(link.target).explained
+                and self._target.content(ours.content).has_data
+            ):
+                return self._target.tensor(ours.content)
+        return None
+
+
+class _Inputs:
+    """What the reference's body reads from outside, in the target."""
+
+    def __init__(
+        self,
+        bodies: Bodies,
+        ref: StoredRecord,
+        body: list[StoredRecord],
+        given: list[tuple[StoredSlot, torch.Tensor]],
+    ) -> None:
+        self._bodies = bodies
+        self._inside = {record.seq for record in body}
+        self._given = given
+        self._constants = {ref.seq: True}
+
+    def of(self, record: StoredRecord, slot: StoredSlot) -> torch.Tensor | None:
+        """Raises `_NotJudged` where it reads what the call was not given."""
+        if any(producer in self._inside for producer, _ in slot.producers):
+            return None
+        for known, value in self._given:
+            if _is_same(known, slot):
+                return value.to(getattr(torch, slot.dtype)) if _floats(value, slot) else value
+        if slot.leaf or not slot.producers:
+            return self._bodies.leaf(slot)
+        if self._is_constant(slot.producers):
+            return None
+        raise _NotJudged(f"the reference's {record.op} in it reads more than the call was given")
+
+    def _is_constant(self, producers: tuple[Value, ...]) -> bool:
+        """Whether something was made of parameters and constants of the program alone."""
+        for seq, index in producers:
+            record = self._bodies._ref.record(seq)
+            if record.kind == "param":
+                continue
+            if record.kind != "op" or record.random:
+                return False
+            own = record.slots[index] if index >= 0 else None
+            if own is not None and own.role == "in":
+                if dtype_class(own.dtype) in "fc" and not own.content >= 0:
+                    return False
+                continue
+            if seq not in self._constants:
+                self._constants[seq] = False  # what depends on itself is written in place
+                self._constants[seq] = is_factory(record) or all(
+                    bool(s.producers) and self._is_constant(s.producers)
+                    for s in record.slots
+                    if s.role == "in" and s.is_tensor
+                )
+            if not self._constants[seq]:
+                return False
+        return True
+
+
+def _is_same(given: StoredSlot, read: StoredSlot) -> bool:
+    """Whether an op reads just what a module was given."""
+    if given.shape != read.shape or given.dtype != read.dtype:
+        return False
+    if given.producers or read.producers:
+        return given.producers == read.producers
+    return given.content == read.content >= 0
+
+
+def _floats(value: torch.Tensor, slot: StoredSlot) -> bool:
+    return value.is_floating_point() and dtype_class(slot.dtype) == "f"
+
+
+def _decides(record: StoredRecord) -> bool:
+    floats = any(s.role == "in" and dtype_class(s.dtype) in "f8" for s in record.slots if s.is_tensor)
+    return floats and short(record.op) in DISCRETE
+
+
+def _border(record: StoredRecord) -> float:
+    return max((roundoff(s.dtype) for s in record.slots if s.is_tensor), default=0.0)
+
+
+# What bodies make of a judgement -------------------------------------------------------------------------
+
+_JUDGED = frozenset({"introduced", "nonfinite"})
+
+
+def with_bodies(round_judge: RoundJudge, judgement: Judgement) -> Judgement:
+    """The judgement, with what the reference's bodies say of calls whose own ops the target did not record.
+
+    What the estimates blame such a call for stands where its body is off as well, and is `inherited` where
+    the call returns what the reference's body makes of its inputs. Where an output is wrong and nothing else
+    is to blame, the first call whose body is off is.
+
+    Args:
+      round_judge: by estimates; it has judged.
+    """
+    noise = round_judge.noise
+    calls = _without_ops(noise)
+    if not calls or all(o.difference.equal for o in round_judge.outputs):
+        return judgement
+    bodies, findings, refuted = Bodies(noise), list[Finding](), list[str]()
+    for finding in judgement.findings:
+        record = _call_of(noise, finding, calls) if finding.fatal and finding.label in _JUDGED else None
+        if record is None or finding.judge != "estimates":
+            findings.append(finding)
+            continue
+        body = bodies.judge(record)
+        evidence = {**finding.evidence, "body": body.evidence}
+        if body.ok is None:
+            findings.append(replace(finding, evidence=evidence))
+            continue
+        evidence["judge"] = "body"
+        if body.ok:
+            refuted.append(record.module or "the root")
+            evidence |= {"kind": finding.label}
+            finding = replace(
+                finding,
+                label="inherited",
+                fatal=False,
+                hint="it returns what the reference makes of its inputs",
+            )
+        findings.append(replace(finding, judge="body", evidence=evidence))
+    reasons = list(judgement.reasons)
+    if not any(f.fatal for f in findings) and any(o.explained is False for o in round_judge.outputs):
+        first = _first_off(noise, bodies, calls)
+        findings = [*([first] if first is not None else []), *findings]
+        if first is None and refuted:
+            reasons.append(
+                f"an output is off, and what was to blame returns what the reference makes of its inputs: "
+                f"{', '.join(refuted[:5])}"
+            )
+    findings = [*(f for f in findings if f.fatal), *(f for f in findings if not f.fatal)]
+    return replace(judgement, findings=findings, reasons=reasons)
+
+
+def _without_ops(noise: NoisePass) -> list[StoredRecord]:
+    """Module records of the target's calls in which no op was recorded, those within before those around."""
+    with_ops = set()
+    for call in noise.pairing.target.calls.values():
+        if any(call.ops.values()):
+            with_ops.update(around.key for around in call.enclosing())
+    return sorted(
+        (
+            call.record
+            for call in noise.pairing.target.calls.values()
+            if call.record is not None and call.key not in with_ops
+        ),
+        key=lambda record: record.seq,
+    )
+
+
+def _call_of(noise: NoisePass, finding: Finding, calls: list[StoredRecord]) -> StoredRecord | None:
+    """The call that a finding is about."""
+    shown = noise.pairing.target.records.get(finding.seq)
+    for record in calls:
+        if (record.step, record.module, record.call) == (finding.step, finding.module, finding.call):
+            return record
+    return shown if shown is not None and any(shown is record for record in calls) else None
+
+
+def _first_off(noise: NoisePass, bodies: Bodies, calls: list[StoredRecord]) -> Finding | None:
+    """The first call whose body is off."""
+    for record in calls:
+        body = bodies.judge(record)
+        if body.ok is False:
+            evidence = {"judge": "body", "body": body.evidence, "error": body.error, "band": body.band}
+            found = Sites(noise).finding(record, None, "introduced", evidence, None)
+            return replace(found, judge="body")
+    return None
+
+
+__all__ = ["Bodies", "Body", "with_bodies"]
