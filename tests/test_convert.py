@@ -13,6 +13,7 @@ import pytest
 import torch
 from aligning import batch, changed, net, record
 from command_line import dispatch_trace, record_mlp
+from foreign_dumps import MAKERS
 from torch import nn
 
 import dispatch_trace as dt
@@ -436,3 +437,36 @@ def test_a_llama_with_decode_steps_is_judged_by_request_and_position(
 def _cache_name(model: nn.Module) -> str:
     """Newer releases of transformers renamed it, and warn of the old name."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+# Other tools' dumps, field by field ------------------------------------------------------------------
+
+
+def fields(path: Path) -> list[Any]:
+    """All that a trace says of its records, values by their hashes."""
+    trace = dt.open(path)
+    found: list[Any] = [(step.step, step.model, step.meta) for step in trace.steps]
+    for each in trace.records:
+        raw = each._record
+        slots = [
+            (
+                *(getattr(slot, name) for name in ("name", "role", "value", "is_tensor", "dtype", "shape")),
+                *(getattr(slot, name) for name in ("strides", "layout", "producers", "note")),
+                each.hash(slot.name) if slot.is_tensor and slot.content >= 0 else "",
+            )
+            for slot in raw.slots
+        ]
+        found.append((raw.key, raw.opened, raw.overload, raw.args, raw.source, raw.note, slots))
+    return found
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_another_tool_dumped_comes_back_field_by_field(name: str, tmp_path: Path) -> None:
+    dump = MAKERS[name](tmp_path)
+    written = convert(dump, tmp_path / "trace", to="trace")
+    assert fields(tmp_path / "trace") == fields(dump)
+    before, after = dt.open(dump), dt.open(tmp_path / "trace")
+    assert after.verify() == [] and after.header["notices"] == before.header["notices"]
+    without = name in ("fastvideo", "debug-mode")
+    assert (written.num_tensors == 0) == without
+    assert bool(written.left_out) == without, "figures without values find no place, and that is told"
