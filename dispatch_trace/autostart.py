@@ -104,11 +104,19 @@ class Autostart:
         self._finder = RootFinder(self.settings.root)
         original = self._original = torch.nn.Module.__call__
         is_compiling = torch.compiler.is_compiling
-        known = self._finder.refuses
+        is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+        refused = self._finder.looked_at
+        # As torch's own first frame does it, which is so stepped over: this is paid for by every module call
+        # of a program whose root is never called.
+        plain = original.__name__ == "_wrapped_call_impl"
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or self._wrapper is None or known(module) or not self._begin(module):
+            if is_dynamo_compiling():
+                return original(module, *args, **kwargs)
+            if id(module) in refused and plain and module._compiled_call_impl is None:
+                return module._call_impl(*args, **kwargs)
+            if is_compiling() or self._wrapper is None or not self._begin(module):
                 return original(module, *args, **kwargs)
             return module(*args, **kwargs)  # through the recorder's own wrapper now
 

@@ -40,6 +40,7 @@ class RootFinder:
 
     Attributes:
       refused: classes of modules that were called outside every root and are none, and how many of each.
+      looked_at: modules that belong to no root, by id; they leave when they die.
       names: of the roots found, in order of their first calls.
     Raises:
       PatternError: a spec is no pattern.
@@ -49,7 +50,7 @@ class RootFinder:
         self.specs = specs
         self.refused: dict[str, int] = {}
         self._selector: Selector | None = compile_select(specs, option="root") if specs else None
-        self._looked_at: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.looked_at: dict[int, weakref.ref[torch.nn.Module]] = {}
         self.names: list[str] = []
         self._models: dict[str, Any] = {}
         self._modules: list[dict[str, Any]] = []
@@ -61,7 +62,7 @@ class RootFinder:
 
     def refuses(self, module: torch.nn.Module) -> bool:
         """Whether the module was looked at before and belongs to no root."""
-        known = self._looked_at.get(id(module))
+        known = self.looked_at.get(id(module))
         return known is not None and known() is module
 
     def find(self, module: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
@@ -102,7 +103,7 @@ class RootFinder:
         }
 
     def _refuse(self, module: torch.nn.Module) -> None:
-        key, looked_at = id(module), self._looked_at
+        key, looked_at = id(module), self.looked_at
         looked_at[key] = weakref.ref(module, lambda ref: looked_at.pop(key, None))
         name = type(module).__name__
         self.refused[name] = self.refused.get(name, 0) + 1
