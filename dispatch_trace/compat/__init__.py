@@ -23,6 +23,7 @@ from pathlib import Path
 from dispatch_trace.errors import NotATraceError, TraceFormatError
 from dispatch_trace.store import reader
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.remote import RemotePath, place
 
 _RANK_NAME = re.compile(r"rank\d+")
 _MODULES = (
@@ -91,6 +92,8 @@ def open_ranks(path: str | os.PathLike[str]) -> list[RankReader]:
       NotATraceError: the path is neither.
       TraceFormatError, SchemaVersionError: it cannot be read, or holds several dumps.
     """
+    if isinstance(place(path), RemotePath):
+        return reader.open_ranks(path)  # dumps of others are looked for on this machine only
     try:
         ranks = reader.open_ranks(path)
     except NotATraceError as error:

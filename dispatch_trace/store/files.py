@@ -5,7 +5,6 @@ Single-threaded: the disk's thread owns it. Any fault surfaces as OSError and le
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from pathlib import Path
@@ -20,6 +19,7 @@ from dispatch_trace.store.batch import Batch
 from dispatch_trace.store.columns import pack_plain
 from dispatch_trace.store.frames import INDEX_NAME, SHARD_NAME, SegmentWriter
 from dispatch_trace.store.noted import encode_batch
+from dispatch_trace.store.remote import RemotePath, RemoteSegments
 from dispatch_trace.store.shards import ShardTensor, write_shard
 
 
@@ -45,7 +45,8 @@ class RankFiles:
         self.num_shards = 0
         self._shard_bytes = 0
         _claim(path, self.directory, overwrite=overwrite)
-        self._segments = SegmentWriter(self.directory)
+        remote = isinstance(self.directory, RemotePath)
+        self._segments = RemoteSegments(self.directory) if remote else SegmentWriter(self.directory)
         frame = {
             "type": "header",
             "schema_version": SCHEMA_VERSION,
@@ -142,12 +143,12 @@ class RankFiles:
 
 def _claim(path: Path, directory: Path, *, overwrite: bool) -> None:
     """Makes the rank directory, or empties it of an earlier trace when `overwrite`."""
-    for taken in (path, directory):
-        if taken.exists() and not taken.is_dir():
-            raise TraceExistsError(f"{taken} is a file; a trace is a directory. Give another path.")
     try:
+        for taken in (path, directory):
+            if taken.exists() and not taken.is_dir():
+                raise TraceExistsError(f"{taken} is a file; a trace is a directory. Give another path.")
         directory.mkdir(parents=True, exist_ok=True)
-        entries = list(os.scandir(directory))
+        entries = list(directory.iterdir())
         if entries and not overwrite:
             raise TraceExistsError(
                 f"{directory} is not empty: it holds {entries[0].name}. "
@@ -156,7 +157,7 @@ def _claim(path: Path, directory: Path, *, overwrite: bool) -> None:
         for entry in entries:
             name = entry.name.removesuffix(".tmp")
             if INDEX_NAME.fullmatch(name) or SHARD_NAME.fullmatch(name):
-                os.unlink(entry.path)
+                entry.unlink()
     except TraceExistsError:
         raise
     except OSError as error:

@@ -26,6 +26,7 @@ from dispatch_trace.schema import SCHEMA_VERSION, StepInfo, StoredContent, Store
 from dispatch_trace.store.dtypes import BYTES_NUMPY, array_from_bytes, torch_type
 from dispatch_trace.store.frames import SHARD_NAME, SegmentScan, list_segments, shard_name
 from dispatch_trace.store.records import RecordsFrame
+from dispatch_trace.store.remote import place
 from dispatch_trace.store.shards import Shard, hash_file
 
 if TYPE_CHECKING:
@@ -43,8 +44,12 @@ def open_ranks(path: str | os.PathLike[str]) -> list[RankReader]:
       TraceFormatError: a rank has no readable header.
       SchemaVersionError: it was written by a newer version of this package.
     """
-    root = Path(path)
-    if not root.exists():
+    root = place(path)
+    try:
+        exists = root.exists()
+    except OSError as error:  # of a server, say
+        raise NotATraceError(f"{root} cannot be reached: {error}") from error
+    if not exists:
         raise NotATraceError(f"{root} does not exist")
     if not root.is_dir():
         raise NotATraceError(f"{root} is a file; a trace is a directory with rank0/ in it")

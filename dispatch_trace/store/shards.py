@@ -10,7 +10,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ import xxhash
 
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.store.frames import shard_name, sync_directory
+from dispatch_trace.store.remote import RemotePath
 
 _BEGIN_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
@@ -80,21 +81,35 @@ def write_shard(directory: Path, number: int, tensors: Sequence[ShardTensor]) ->
     text += b" " * (-len(text) % 8)
     hasher = xxhash.xxh3_128()
     name = shard_name(number)
+    parts = [len(text).to_bytes(8, "little"), text, *(tensor.data for tensor in ordered)]
+    if isinstance(directory, RemotePath):
+        directory.write_parts(name, _hashed(parts, hasher))
+    else:
+        _write_durably(directory, name, _hashed(parts, hasher))
+    return ShardInfo(number, name, 8 + len(text) + offset, len(ordered), hasher.hexdigest())
+
+
+def _hashed(parts: Iterable[Any], hasher: Any) -> Iterator[memoryview]:
+    for data in parts:
+        view = memoryview(data)
+        if view.nbytes:
+            view = view.cast("B")
+            hasher.update(view)
+            yield view
+
+
+def _write_durably(directory: Path, name: str, parts: Iterable[memoryview]) -> None:
     temporary = directory / f"{name}.tmp"
     written = begun = 0
     try:
         with temporary.open("wb", buffering=1 << 20) as file:
-            for data in (len(text).to_bytes(8, "little"), text, *(tensor.data for tensor in ordered)):
-                view = memoryview(data)
-                if view.nbytes:
-                    view = view.cast("B")
-                    hasher.update(view)
-                    file.write(view)
-                    written += view.nbytes
-                    if written - begun >= _BEGIN_BYTES:
-                        file.flush()
-                        _begin_writing(file.fileno(), begun, written - begun)
-                        begun = written
+            for view in parts:
+                file.write(view)
+                written += view.nbytes
+                if written - begun >= _BEGIN_BYTES:
+                    file.flush()
+                    _begin_writing(file.fileno(), begun, written - begun)
+                    begun = written
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(directory / name)
@@ -102,7 +117,6 @@ def write_shard(directory: Path, number: int, tensors: Sequence[ShardTensor]) ->
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(directory)
-    return ShardInfo(number, name, 8 + len(text) + offset, len(ordered), hasher.hexdigest())
 
 
 def _begin_writing(descriptor: int, offset: int, num_bytes: int) -> None:
@@ -194,6 +208,8 @@ class Shard:
         if begin == end:
             return np.empty(shape, dtype="<f4")
         try:
+            if isinstance(self.path, RemotePath):
+                return np.frombuffer(self.read(number), dtype="<f4").reshape(shape)
             mapped = np.memmap(self.path, dtype="<f4", mode="r", offset=self._start + begin, shape=shape)
             return mapped.view(np.ndarray)  # rows of a memmap cost ten times those of an array
         except (OSError, ValueError) as error:
