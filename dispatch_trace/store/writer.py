@@ -28,7 +28,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +37,7 @@ from dispatch_trace.schema import LaterRecord, NotedRow, RawRecord, StepInfo
 from dispatch_trace.store.batch import Batch, ContentTaker, DataBudget
 from dispatch_trace.store.disk import Disk
 from dispatch_trace.store.files import RankFiles
+from dispatch_trace.store.remote import place
 
 BATCH_BYTES = 64 << 20
 BATCH_RECORDS = 1 << 13
@@ -130,7 +130,7 @@ class TraceWriter:
         """Creates the rank directory, writes the header and starts the worker.
 
         Args:
-          path: the trace directory; made where it is missing.
+          path: the trace directory, or a URL (`remote`); made where it is missing.
           header: plain values; `schema_version`, `rank` and `start_time_s` are added.
           rank: number of this process.
           overwrite: remove an earlier trace of this rank first. Other ranks are never touched.
@@ -144,7 +144,7 @@ class TraceWriter:
           TraceExistsError: the path is taken.
           CaptureError: the directory cannot be made or written.
         """
-        self.path = Path(path)
+        self.path = place(path)
         self._max_pending_bytes = max_pending_bytes
         self._batch_bytes = min(BATCH_BYTES, max(1, max_pending_bytes // 2))
         self._kick_bytes = min(_KICK_BYTES, max(1, max_pending_bytes // 4))
