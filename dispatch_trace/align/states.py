@@ -209,7 +209,7 @@ class _Placed(RankReader):
 
 def _record(layer: StoredRecord, read: StoredSlot | None, out: StoredSlot | None) -> StoredRecord:
     """A record of the same site, with the states under the names of the other trace's slots."""
-    slots = []
+    slots: list[StoredSlot] = []
     for role, state in (("in", read), ("out", out)):
         twin = _first(layer, role)
         if state is not None:

@@ -76,6 +76,8 @@ def open_ranks(path: Path) -> list[RankReader]:
     if None in {line["step"] for line in lines} and 0 in steps:
         problems.append("some lines have no step, others step 0: they cannot be told apart")
     notices = list(LOSSES)
+    if not all(line.get("dtype") for line in lines):
+        notices.append("dtypes were not asked for (FASTVIDEO_TRACE_STATS) and are taken for float32")
     repeated = [site for site, count in Counter(runs).items() if count > 1]
     if repeated and len(repeated) == len(set(runs)):
         notices.append("every module stands more than once in each step: a second run may have been appended")
