@@ -50,16 +50,18 @@ class Content:
       keep_data: the bytes go to a shard.
       summarise: statistics, sketch and hash are wanted.
       num_bytes: what the snapshot pins in memory, for back-pressure.
+      ready: on an accelerator, the event after which the snapshot holds its value; None elsewhere.
       id: number of the content within the rank, given by the writer when it is written; -1 before.
     """
 
-    __slots__ = ("id", "keep_data", "num_bytes", "summarise", "tensor")
+    __slots__ = ("id", "keep_data", "num_bytes", "ready", "summarise", "tensor")
 
     def __init__(self, tensor: Any, *, keep_data: bool, summarise: bool, num_bytes: int) -> None:
         self.tensor = tensor
         self.keep_data = keep_data
         self.summarise = summarise
         self.num_bytes = num_bytes
+        self.ready: Any = None
         self.id = -1
 
 

@@ -92,7 +92,7 @@ def accumulate(
     """
     values = _real(tensor)
     if values is None:
-        return Summary(_chosen(_only_n(tensor), names), None)
+        return Summary(chosen(_only_n(tensor), names), None)
     found = None
     if kernel is not None and start % sketches.CHUNK == 0:
         found = _compiled(kernel, values.detach(), sketch, start // sketches.CHUNK)
@@ -102,7 +102,7 @@ def accumulate(
                 found = _small(values, sketch)
             else:
                 found = _chunked(values.detach(), sketch, start)
-    return Summary(_chosen(found[0], names), found[1])
+    return Summary(chosen(found[0], names), found[1])
 
 
 def accumulate_many(
@@ -122,7 +122,7 @@ def accumulate_many(
         found = kernel.many([tensors[i] for i in ready], sketch=sketch) if ready else []
         for i, one in zip(ready, found, strict=True):
             if one is not None:
-                summaries[i] = Summary(_chosen(one[0], names), one[1])
+                summaries[i] = Summary(chosen(one[0], names), one[1])
     for i, tensor in enumerate(tensors):
         if summaries[i] is None:
             try:
@@ -136,7 +136,7 @@ def _lies_ready(tensor: Tensor) -> bool:
     return takes_whole(tensor) and tensor.layout is torch.strided and not tensor.is_neg()
 
 
-def _chosen(stats: dict[str, Value], names: Iterable[str] | None) -> dict[str, Value]:
+def chosen(stats: dict[str, Value], names: Iterable[str] | None) -> dict[str, Value]:
     if names is None:
         return stats
     wanted = frozenset(names)

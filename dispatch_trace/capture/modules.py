@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dispatch_trace.capture import meta
 from dispatch_trace.capture.compiled import Region
@@ -332,8 +331,8 @@ class ModuleRecorder:
         """
         if self._tracer.table.compiled:
             return
-        mode: Any = state.mode
-        if mode is not None and _get_current_dispatch_mode() is not mode:
+        mode = state.mode
+        if mode is not None and not mode.is_on_top():
             return
         if mode is not None:
             mode.stop()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dispatch_trace.capture.frames import Frame, ThreadState, in_checkpoint_recompute, owner_of_node
 from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode
@@ -221,6 +221,10 @@ class OpRecorder(TorchDispatchMode):
         """Takes it off again; must run in the thread that started it."""
         self._tracer.state.mode = None
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def is_on_top(self) -> bool:
+        """Whether no other mode lies above this one on this thread's stack."""
+        return _get_current_dispatch_mode() is self
 
     def upcoming_seq(self) -> int:
         """The number that the next record of this thread has at least."""

@@ -468,7 +468,11 @@ class Storages:
             copy = source.clone()
         if expanded:
             copy = copy.expand(g[2])
-        return Content(copy, keep_data=keep, summarise=True, num_bytes=num_bytes)
+        content = Content(copy, keep_data=keep, summarise=True, num_bytes=num_bytes)
+        if copy.is_cuda:
+            # The writer works on a stream of its own, which must not overtake the program's.
+            content.ready = torch.cuda.current_stream(copy.device).record_event()
+        return content
 
     # -- leaves --------------------------------------------------------------------------------------
 

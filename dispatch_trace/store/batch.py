@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from dispatch_trace import kernel
+from dispatch_trace.device_stats import DeviceLane, can_summarise
 from dispatch_trace.schema import Content, NotedRow, RawRecord, StepInfo
-from dispatch_trace.stats import accumulate_many
+from dispatch_trace.stats import Summary, accumulate_many, chosen
 from dispatch_trace.store import layouts
 from dispatch_trace.store.records import ContentRow
 
@@ -25,6 +26,8 @@ _RECORD_BYTES = 256  # a record's share of a batch, for the bound on its size
 # Only these devices are asked for casts and sums. From any other the value comes to the host first:
 # Neuron's casts fail or round (docs/neuron.md), and not every device has a float64.
 _ABLE_DEVICES = frozenset({"cpu", "cuda"})
+# Of these, statistics are taken where the values are, and fetched together.
+LANE_DEVICES = frozenset({"cuda"})
 
 
 @dataclass(slots=True)
@@ -102,10 +105,12 @@ class ContentTaker:
         sketch: bool,
         budget: DataBudget,
         drop: Callable[[str, Exception | None], None],
+        lane_devices: frozenset[str] = LANE_DEVICES,
     ) -> None:
         """
         Args:
           stats, sketch: as for `TraceWriter`.
+          lane_devices: types of devices whose values go through a `DeviceLane`.
           budget: of data, shared by all contents of the rank.
           drop: told why a content is kept without its data.
         """
@@ -115,6 +120,8 @@ class ContentTaker:
         self._drop = drop
         self._known: dict[bytes, tuple[int, bool]] = {}  # digest -> (id, has data)
         self.num_contents = 0
+        self._lane_devices = lane_devices
+        self._lanes: dict[torch.device, DeviceLane] = {}
         kernel.find()  # makes the build start, where there is none
 
     def take(self, content: Content, batch: Batch) -> bool:
@@ -124,6 +131,12 @@ class ContentTaker:
         """
         tensor = content.tensor
         content.tensor = None
+        if tensor.device.type in self._lane_devices and can_summarise(tensor):
+            try:
+                self._send(content, tensor)
+                return content.keep_data
+            except Exception as error:  # out of device memory: the other way may still go
+                self._drop("statistics not taken on the device", error)
         row = ContentRow(self.num_contents, layouts.dtype_name(tensor.dtype), ())
         try:
             if tensor.device.type not in _ABLE_DEVICES:
@@ -134,6 +147,17 @@ class ContentTaker:
             row = ContentRow(row.id, row.dtype, row.shape)
             known, packed = None, None
             self._drop(f"unreadable {row.dtype} tensor", error)
+        return self._enter(row, content, known, packed, batch)
+
+    def _enter(
+        self,
+        row: ContentRow,
+        content: Content,
+        known: int | None,
+        packed: layouts.Packed | None,
+        batch: Batch,
+    ) -> bool:
+        """Puts the row of a content into the batch, or finds the equal one; returns as `take`."""
         if known is not None:
             content.id = known
             return False
@@ -152,6 +176,46 @@ class ContentTaker:
         batch.pinned_bytes += content.num_bytes
         batch.num_bytes += content.num_bytes
         return True
+
+    def _send(self, content: Content, tensor: torch.Tensor) -> None:
+        """Has a device work on a content; it comes in with `collect`."""
+        lane = self._lanes.get(tensor.device)
+        if lane is None:
+            lane = self._lanes[tensor.device] = DeviceLane(tensor.device, sketch=self._sketch)
+        keep = content.keep_data and not self._budget.exhausted
+        lane.add(
+            (content, layouts.dtype_name(tensor.dtype), layouts.shape_of(tensor)),
+            tensor,
+            ready=content.ready,
+            keep=keep,
+            summarise=content.summarise,
+        )
+
+    @property
+    def is_away(self) -> bool:
+        """Whether contents are on devices, to be fetched by `collect`."""
+        return any(self._lanes.values())
+
+    def collect(self, batch: Batch) -> int:
+        """Fetches what devices work on into the batch whose records refer to it.
+
+        Returns: bytes of snapshots that the batch does not pin.
+        """
+        freed = 0
+        for lane in self._lanes.values():
+            for arrival in lane.collect() if lane else ():
+                content, dtype, shape = arrival.key
+                row, known, packed = ContentRow(self.num_contents, dtype, shape), None, None
+                content.summarise = False
+                if arrival.host is not None:
+                    known, packed = self._fill(row, content, arrival.host, batch)
+                elif content.keep_data:
+                    self._drop(OVER_BUDGET, None)
+                if arrival.summary is not None and known is None:
+                    self._fill_stats(row, arrival.summary, batch)
+                pinned = self._enter(row, content, known, packed, batch)
+                freed += 0 if pinned or not content.keep_data else content.num_bytes
+        return freed
 
     def _fill(
         self, row: ContentRow, content: Content, tensor: torch.Tensor, batch: Batch
@@ -193,9 +257,12 @@ class ContentTaker:
             if isinstance(summary, Exception):
                 self._drop(f"no statistics of a {row.dtype} tensor", summary)
                 continue
-            row.stats = summary.stats
-            if summary.sketch is not None:
-                row.sketch_row = len(batch.sketches)
-                batch.sketches.append(summary.sketch)
-                batch.num_bytes += summary.sketch.nbytes
+            self._fill_stats(row, summary, batch)
         return freed
+
+    def _fill_stats(self, row: ContentRow, summary: Summary, batch: Batch) -> None:
+        row.stats = chosen(summary.stats, self._stats)
+        if summary.sketch is not None:
+            row.sketch_row = len(batch.sketches)
+            batch.sketches.append(summary.sketch)
+            batch.num_bytes += summary.sketch.nbytes

@@ -396,6 +396,8 @@ class TraceWriter:
                     self._batch.since = since
                 self._take(item)
                 batch = self._batch
+                if self._taker.is_away and (self._num_waiting or isinstance(item, StepInfo)):
+                    self._release(self._taker.collect(batch))  # one transfer a step
                 if batch.unread_bytes >= UNREAD_BYTES or len(batch.unread) >= UNREAD_CONTENTS:
                     self._release(self._taker.summarise(batch))
                 if (
@@ -457,7 +459,7 @@ class TraceWriter:
         if not batch:
             return
         try:
-            self._release(self._taker.summarise(batch))
+            self._release(self._taker.collect(batch) + self._taker.summarise(batch))
         finally:
             self._disk.put(batch)
 
