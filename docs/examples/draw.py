@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel
 
 Callback = Callable[["Pipeline", int, torch.Tensor, dict[str, torch.Tensor]], dict[str, Any]]
 
@@ -26,6 +25,19 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x), context, context, need_weights=False)[0]
         return x + self.mlp(x)
+
+
+class TextEncoder(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x, x)
+        return x
 
 
 class Denoiser(nn.Module):
@@ -65,17 +77,7 @@ class Scheduler:
 
 class Pipeline:
     def __init__(self, num_steps: int) -> None:
-        config = CLIPTextConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        self.text_encoder = CLIPTextModel(config).eval()
+        self.text_encoder = TextEncoder().eval()
         self.transformer = Denoiser().eval()
         self.vae = Autoencoder().eval()
         self.scheduler = Scheduler(num_steps)
@@ -87,7 +89,7 @@ class Pipeline:
         generator: torch.Generator,
         callback_on_step_end: Callback | None = None,
     ) -> torch.Tensor:
-        context = self.text_encoder(input_ids=prompt).last_hidden_state
+        context = self.text_encoder(prompt)
         latents = torch.randn(1, 6, 4, generator=generator)
         for index, timestep in enumerate(self.scheduler.timesteps[:-1]):
             velocity = self.transformer(latents, timestep[None], context)
