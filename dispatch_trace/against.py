@@ -110,6 +110,7 @@ class LiveJudge:
         self._steps: defaultdict[int, _Step] = defaultdict(_Step)
         self._bodies: defaultdict[BodyKey, _Body] = defaultdict(_Body)
         self._modules: dict[BodyKey, StoredRecord] = {}
+        self._paths: set[str] = set()
         self._params: defaultdict[tuple[str, str], deque[StoredRecord]] = defaultdict(deque)
         self._params_seen: set[tuple[int, int]] = set()
         self._stopped = False
@@ -122,6 +123,7 @@ class LiveJudge:
                 self._params[record.module, record.name].append(record)
             elif record.kind == "module" and record.grad_phase == "fwd":
                 self._modules[_body_of(record)] = record
+                self._paths.add(record.module)
             elif record.kind == "op" and not is_empty(record) and edge_input(record) is None:
                 self._bodies[_body_of(record)].records.append(record)
 
@@ -390,7 +392,9 @@ class LiveJudge:
         if given is False and not step.suspicions:
             evidence: dict[str, Any] = dict(zip(("error", "band"), self._worst, strict=True))
             evidence["handed_to"] = record.module
-            self._suspect(_finding(record, "wiring", evidence, ref_seq=ref.seq))
+            caller = next((p for p in _around(record.module) if p in self._paths), "")
+            finding = _finding(record, "wiring", evidence, ref_seq=ref.seq)
+            self._suspect(replace(finding, module=caller, call=None))
         before = max(before, inside)
         returned, after = self._border(record, ref, "out", step, before)
         state = _State(returned, after)
@@ -402,7 +406,7 @@ class LiveJudge:
             step.largest = max(step.largest, after)
             for path in _around(record.module):
                 step.inside[path] = max(step.inside[path], after)
-            step.suspicions = [s for s in step.suspicions if not _is_within(s.module, record.module)]
+            step.suspicions = [s for s in step.suspicions if not _is_within(_place(s), record.module)]
             return False, None
         if returned is None:
             return False, None
@@ -411,7 +415,7 @@ class LiveJudge:
     def _wrong_module(
         self, record: RawRecord, ref: StoredRecord, step: _Step, given: bool | None
     ) -> Finding | None:
-        known = [s for s in step.suspicions if _is_within(s.module, record.module)]
+        known = [s for s in step.suspicions if _is_within(_place(s), record.module)]
         if known:
             step.suspicions = [s for s in step.suspicions if s not in known]
             first = min(known, key=lambda s: s.seq)
@@ -470,7 +474,7 @@ class LiveJudge:
 
     def _suspect(self, finding: Finding) -> None:
         step = self._steps[finding.step]
-        if not step.certain and not any(s.module == finding.module for s in step.suspicions):
+        if not step.certain and not any(_place(s) == _place(finding) for s in step.suspicions):
             step.suspicions.append(finding)  # behind what is certain everything is suspect
 
     def _count(self, state: _State) -> None:
@@ -534,6 +538,11 @@ def _around(path: str) -> list[str]:
 def _is_within(path: str, around: str) -> bool:
     """Whether a module lies strictly within another; everything lies within the root, itself included."""
     return not around or path.startswith(f"{around}.")
+
+
+def _place(suspicion: Finding) -> str:
+    """The module that something was seen at: it makes the one around it answer."""
+    return str(suspicion.evidence.get("handed_to", suspicion.module))
 
 
 def _finding(
