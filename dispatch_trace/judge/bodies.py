@@ -2,8 +2,8 @@
 
 Of compiled code, and of a trace of modules, only borders are known. The reference's own ops between the same
 borders, in float64 and on what the target was given, say what it should have returned (BLAME.md section 2,
-"a module body"); calls within it answer for themselves. Neither more precision is asked for than the reference
-had, nor than the borders hold.
+"a module body"); calls within it answer for themselves. Neither more precision is asked for than the
+reference had, nor than the borders hold.
 
 A call is not judged, and it is said why, where its inputs or outputs were not kept, where the reference's
 body draws random numbers, makes a decision that may fall the other way, or reads more than it was given.
@@ -49,7 +49,7 @@ class Body:
     """What the reference's body says of a call of the target.
 
     Attributes:
-      slot: the worst output.
+      slot: the worst of what it returns, and of what it hands to calls within.
       error: of the target's output, from the float64 body on the target's inputs (relative L2).
       ref_error: of the reference's own, and of rounding within the body.
       band: error up to which it is as good as the reference.
@@ -74,6 +74,43 @@ class Body:
             "ref_error": self.ref_error,
             "band": self.band,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """A call within the judged one: both records, what the target's returns, what both are handed."""
+
+    ref: StoredRecord
+    target: StoredRecord
+    returned: list[tuple[StoredSlot, torch.Tensor]]
+    handed: list[tuple[StoredSlot, StoredSlot]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A value of the target to be held against what the body makes in its place.
+
+    Attributes:
+      ref, ref_slot: where the reference recorded it; record, slot: where the target did.
+      place: what makes it in the body.
+      name: of the slot, with the module that it is handed to.
+    """
+
+    ref: StoredRecord
+    ref_slot: StoredSlot
+    record: StoredRecord
+    slot: StoredSlot
+    place: Value
+    name: str
+
+    @classmethod
+    def of(
+        cls, ref: StoredRecord, a: StoredSlot, record: StoredRecord, b: StoredSlot, inside: set[int]
+    ) -> _Check | None:
+        """None where nothing in the body makes it."""
+        place = next((p for p in reversed(a.producers) if p[0] in inside), None)
+        name = f"{record.module} {b.name}" if b.role == "in" else b.name
+        return None if place is None else cls(ref, a, record, b, place, name)
 
 
 class _NotJudged(Exception):
@@ -109,51 +146,63 @@ class Bodies:
         ref = None if key is None else self._pairing.ref.calls[key].record
         if ref is None:
             raise _NotJudged("the reference recorded no such call")
-        inner = self._inner(self._pairing.target.call_of(record))
-        body = self._body(ref, [child for child, _ in inner])
-        pairs = module_slots(ref, record, self._pairing)
-        outs = [(a, b) for a, b in pairs if b.role == "out"]
-        returned = {b.name: self._tensor(self._target, record, b) for _, b in outs}
-        given = [(a, self._given(record, a, b)) for a, b in pairs if b.role == "in"]
-        given += [pair for _, values in inner for pair in values]
+        call = self._pairing.target.call_of(record)
+        inner = self._inner(call)
+        body = self._body(ref, [child.ref for child in inner])
         inside = {r.seq for r in body}
-        made_by = {a.name: next((p for p in reversed(a.producers) if p[0] in inside), None) for a, _ in outs}
-        if not outs or None in made_by.values():
-            raise _NotJudged("what it returns is not made by the reference's ops within it")
-        wanted = {place for place in made_by.values() if place is not None}
+        pairs = module_slots(ref, record, self._pairing)
+        given = [(a, self._given(record, a, b)) for a, b in pairs if b.role == "in"]
+        given += [pair for child in inner for pair in child.returned]
+        checks = [_Check.of(ref, a, record, b, inside) for a, b in pairs if b.role == "out"]
+        checks += [_Check.of(c.ref, a, c.target, b, inside) for c in inner for a, b in c.handed]
+        made = [check for check in checks if check is not None]
+        if not made:
+            raise _NotJudged("the reference's own ops within it make nothing that it returns or hands on")
+        wanted = {check.place for check in made}
         inputs = _Inputs(self, ref, body, given)
         truth = self._run(body, wanted, inputs)
         own = self._run(body, wanted, None)
-        unit, ref_unit = _border(record), _border(ref)
-        noisy = [self._run(body, wanted, inputs, ref_unit, seed) for seed in range(NUM_NOISY)]
-        declared = self._noise.declared_within(self._pairing.target.call_of(record))
-        worst: Body | None = None
-        for a, b in outs:
-            place = made_by[a.name]
-            exact = None if place is None else truth.get(place)
-            if place is None or exact is None or tuple(exact.shape) != a.shape or a.shape != b.shape:
-                raise _NotJudged("its outputs have other shapes")
-            recorded = self._tensor(self._ref, ref, a)
-            ref_error = max(relative_l2(recorded, own[place]), *(relative_l2(n[place], exact) for n in noisy))
-            u, u_ref = max(unit, roundoff(b.dtype)), max(ref_unit, roundoff(a.dtype))
-            band = TOLERANCE * max(u, u_ref, ref_error, ref_error * u / u_ref if u_ref else 0.0)
-            band = math.hypot(band, C * declared)
-            value = returned[b.name]
-            error = relative_l2(value, exact)
-            row = worst_row(exact, value)[1] if math.isfinite(error) else error
-            found = Body(b.name, error, ref_error, band, error <= band and row <= ROW_FACTOR * band)
-            if not found.ok and any(_decides(r) for r in body):
-                raise _NotJudged("the reference's body makes a decision, which may fall the other way")
-            if worst is None or (found.ok is False, error / band) > (
-                worst.ok is False,
-                worst.error / worst.band,
-            ):
-                worst = found
-        assert worst is not None
+        units = _border(record), _border(ref)
+        noisy = [self._run(body, wanted, inputs, units[1], seed) for seed in range(NUM_NOISY)]
+        declared = self._noise.declared_within(call)
+        found = [self._check(check, units, declared, truth, own, noisy) for check in made]
+        worst = max(found, key=lambda f: (f.ok is False, f.error / max(f.band, 1e-300)))
+        if not worst.ok and any(_decides(r) for r in body):
+            raise _NotJudged("the reference's body makes a decision, which may fall the other way")
         return worst
 
-    def _inner(self, call: Call) -> list[tuple[StoredRecord, list[tuple[StoredSlot, torch.Tensor]]]]:
-        """Calls within a call that answer for themselves: the reference's, and what the target's return.
+    def _check(
+        self,
+        check: _Check,
+        units: tuple[float, float],
+        declared: float,
+        truth: Values,
+        own: Values,
+        noisy: list[Values],
+    ) -> Body:
+        """One value of the target against the body.
+
+        Args:
+          units: coarsest roundoff at the borders of the target's call, and of the reference's.
+          declared: what declared roundings may add.
+          truth, own: the body on the target's inputs, and on the reference's; noisy: with rounding noise.
+        """
+        a, b, place = check.ref_slot, check.slot, check.place
+        exact = truth[place]
+        if tuple(exact.shape) != a.shape or a.shape != b.shape:
+            raise _NotJudged("its outputs have other shapes")
+        value = self._tensor(self._target, check.record, b)
+        recorded = self._tensor(self._ref, check.ref, a)
+        ref_error = max(relative_l2(recorded, own[place]), *(relative_l2(n[place], exact) for n in noisy))
+        u, u_ref = max(units[0], roundoff(b.dtype)), max(units[1], roundoff(a.dtype))
+        band = TOLERANCE * max(u, u_ref, ref_error, ref_error * u / u_ref if u_ref else 0.0)
+        band = math.hypot(band, C * declared)
+        error = relative_l2(value, exact)
+        row = worst_row(exact, value)[1] if math.isfinite(error) else error
+        return Body(check.name, error, ref_error, band, error <= band and row <= ROW_FACTOR * band)
+
+    def _inner(self, call: Call) -> list[_Inner]:
+        """Calls within a call that answer for themselves.
 
         What is replayed of the call around them is its own code, on what they returned.
         """
@@ -161,17 +210,19 @@ class Bodies:
         for child in call.children:
             key = self._backward.get(child.key)
             ref = None if key is None else self._pairing.ref.calls[key].record
-            pairs = (
-                [] if ref is None or child.record is None else module_slots(ref, child.record, self._pairing)
-            )
-            try:
-                values = [(a, self._given(child.record, a, b)) for a, b in pairs if b.role == "out"]
-            except _NotJudged:
-                values = []
-            if ref is not None and values:
-                found.append((ref, values))
-            else:
+            if ref is None or child.record is None:
                 found += self._inner(child)
+                continue
+            pairs = module_slots(ref, child.record, self._pairing)
+            try:
+                returned = [(a, self._given(child.record, a, b)) for a, b in pairs if b.role == "out"]
+            except _NotJudged:
+                returned = []
+            if not returned:
+                found += self._inner(child)
+                continue
+            handed = [(a, b) for a, b in pairs if b.role == "in" and a.shape == b.shape]
+            found.append(_Inner(ref, child.record, returned, handed))
         return found
 
     def _body(self, ref: StoredRecord, inner: list[StoredRecord]) -> list[StoredRecord]:
@@ -197,8 +248,8 @@ class Bodies:
             side = "target" if reader is self._target else "reference"
             raise _NotJudged(f"the {side} did not keep {slot.name}: {error}"[:200]) from error
 
-    def _given(self, record: StoredRecord | None, a: StoredSlot, b: StoredSlot) -> torch.Tensor:
-        if record is None or a.shape != b.shape:
+    def _given(self, record: StoredRecord, a: StoredSlot, b: StoredSlot) -> torch.Tensor:
+        if a.shape != b.shape:
             raise _NotJudged(f"{b.name} has another shape than the reference's")
         return self._tensor(self._target, record, b)
 
