@@ -49,6 +49,7 @@ def test_the_command_line_shows_and_verifies_a_dump(tmp_path: Path) -> None:
     dump = sglang_dump(tmp_path / "d", small(), runs())
     shown = dispatch_trace("show", dump)
     assert shown.returncode == 0 and "blocks" in shown.stdout and "head" in shown.stdout, shown.stderr
+    assert "made by  SGLang dumper directory" in shown.stdout and "lacks    ops are not in it" in shown.stdout
     torn = next((dump / "dump_1").glob("*head.output*"))
     torn.write_bytes(torn.read_bytes()[:-100])
     result = dispatch_trace("verify", dump)

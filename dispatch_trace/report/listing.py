@@ -74,7 +74,7 @@ def _header_rows(ranks: Sequence[RankReader], kinds: Counter[str]) -> list[list[
     options = header.get("options") or {}
     models = header.get("models") or {}
     started = header.get("start_time_s")
-    rows = [
+    about = [
         [
             "made by",
             f"dispatch_trace {header.get('package_version', '?')}, torch {header.get('torch_version', '?')}, "
@@ -86,6 +86,12 @@ def _header_rows(ranks: Sequence[RankReader], kinds: Counter[str]) -> list[list[
             f"{header.get('cpu_capability', '?')}, lane {header.get('lane', '?')}, "
             f"gradients {'on' if header.get('grad_enabled') else 'off'}",
         ],
+    ]
+    if "format" in header:  # another tool's dump knows nothing of these
+        about = [["made by", str((header.get("meta") or {}).get("format", header["format"]))]]
+        about += [["lacks", str(notice)] for notice in header.get("notices") or ()]
+    rows = [
+        *about,
         [
             "options",
             ", ".join(
