@@ -18,7 +18,7 @@ class Change:
     """The first value that came out otherwise.
 
     Attributes:
-      module, step, what: where: what is the op, or "return", and the slot.
+      module, step: where. what: the slot, and of which op, in words that the module's path ends.
       error: relative L2 distance of both, inf where it is not known.
     """
 
@@ -29,7 +29,7 @@ class Change:
 
     def __str__(self) -> str:
         size = f"a relative difference of {self.error:.2g}" if math.isfinite(self.error) else "another value"
-        return f"{self.what} of {self.module or '(root)'} (step {self.step}), {size}"
+        return f"{self.what} {self.module or '(root)'} (step {self.step}), {size}"
 
 
 def first_change(before: RankReader, again: RankReader) -> Change | None:
@@ -51,10 +51,10 @@ def first_change(before: RankReader, again: RankReader) -> Change | None:
                 continue
             x, y = before.content(twin.content).hash, again.content(slot.content).hash
             if x and y and x != y:
-                what = {"op": record.op, "param": f"parameter {record.name}"}.get(record.kind, "return")
-                place = slot.name if record.kind != "param" else "value"
+                what = f"parameter {record.name}" if record.kind == "param" else slot.name
+                what = f"{what} of {record.op} in" if record.kind == "op" else f"{what} of"
                 error = _distance(before, twin.content, again, slot.content)
-                return Change(record.module, record.step, f"{place} in {what}", error)
+                return Change(record.module, record.step, what, error)
     return None
 
 
