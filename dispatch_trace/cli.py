@@ -407,8 +407,8 @@ def _parser() -> argparse.ArgumentParser:
     hunt = verbs.add_parser(
         "hunt",
         help="find the op to blame by running both programs again and again",
-        description="Runs two programs under the recorder, first all modules with statistics, then the ops of "
-        "those under suspicion, then their tensors, and names what is to blame (docs/hunt.md).",
+        description="Runs two programs under the recorder, first all modules with statistics, then the "
+        "ops of those under suspicion, then their tensors, and names what is to blame (docs/hunt.md).",
         epilog=_STATUS_HELP,
     )
     hunt.add_argument("--ref", metavar="COMMAND", required=True, help="the trusted program: 'script.py ARGS'")
