@@ -226,12 +226,18 @@ class Autostart:
         wanted = [key for key in dict.fromkeys(modules) if options.wants_module(key[1])]
         ops = [info for info in tracer.op_infos.values() if info.selected and not info.dropped]
         paths = sorted({path for _, path in modules})
-        names = sorted({info.base for info in tracer.op_infos.values()})
+        ran = sorted({info.base for info in tracer.op_infos.values()})
+        names = self._finder.model_names
+        steps = {
+            model: [step for step in range(last + 1) if options.wants_step(step)]
+            for model, last in tracer._steps.items()
+        }
         self._report |= {
             "models": [name or "(unnamed)" for name in self._finder.names],
             "modules": len(wanted),
             "ops": len(ops),
-            "steps": sum(step + 1 for step in tracer._steps.values()),
+            "steps": sum(len(wanted) for wanted in steps.values()),
+            "without_steps": [names.get(model, model) for model, wanted in steps.items() if not wanted],
             "state": "closed",
         }
         failure: Exception | None = None
@@ -257,7 +263,7 @@ class Autostart:
             failure = NoMatchError(self.lines.why_none())
         if options.ops is not None and not ops and failure is None:
             failure = NoMatchError(
-                f"ops={options.ops!r} matched none of {len(names)} ops that ran: {_some(names)}."
+                f"ops={options.ops!r} matched none of {len(ran)} ops that ran: {_some(ran)}."
             )
         if failure is None and num_values == 0:
             failure = NoMatchError(

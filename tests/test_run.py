@@ -136,6 +136,14 @@ with torch.no_grad():
     assert [(r.model, r.module, r.call, r.step) for r in losses] == [("plain", "", None, 1)]
 
 
+def test_step_filter_counts_by_model_and_says_whom_it_left_out(tmp_path: Path, server: Programs) -> None:
+    ended = server.run(EXAMPLES / "draw.py", OUTPUT=str(tmp_path / "t"), STEPS="2")
+    assert models_of(tmp_path / "t") == {"transformer": 1}
+    assert [step.step for step in dt.open(tmp_path / "t").steps] == [2]
+    assert "of 1 step to " in ended.said
+    assert "no step of text_encoder, vae is among those asked for" in ended.said
+
+
 @pytest.mark.parametrize(
     ("root", "found"),
     [

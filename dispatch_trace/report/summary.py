@@ -23,6 +23,8 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             f"wrote {_many(report['records'], 'record')} of {_many(report['steps'], 'step')} "
             f"to {report['path']}"
         )
+        if report["without_steps"] and report["steps"]:
+            lines.append(f"{rank}no step of {', '.join(report['without_steps'])} is among those asked for")
     if report.get("raised"):
         lines.append(f"{rank}the program raised {report['raised']}; what was recorded until then is kept")
     elif report.get("note"):
