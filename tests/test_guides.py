@@ -24,10 +24,13 @@ ELSEWHERE = {
     "engine.md": "test_engine.py",
     "export.md": "test_export.py",
     "format.md": "test_format_doc.py",
+    "hunt.md": "test_hunt.py",
     "json.md": "test_cli.py",
+    "live.md": "test_against.py",
     "neuron.md": "test_neuron_sim.py",
     "proofs.md": "test_docs.py",
     "report.md": "test_docs.py",
+    "testing.md": "test_testing.py",
 }
 
 
