@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from aligning import batch, changed, net
+from command_line import ROOT
 from torch import nn
 
 import dispatch_trace as dt
@@ -186,3 +187,13 @@ def test_options_that_cannot_be(tmp_path: Path, ref: Path) -> None:
         dt.record(tmp_path / "a", net(), against=ref, on_divergence="stop")
     with pytest.raises(ConfigError, match="against: values are compared"):
         dt.record(tmp_path / "a", net(), against=ref, save="meta")
+
+
+def test_the_python_of_live_md_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"dt": dt, "torch": torch, "reference": net(), "port": changed(scaled), "x": batch()}
+    for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "live.md").read_text(), re.M | re.S):
+        exec(block, names)
+    assert capsys.readouterr().out.startswith("argument: blocks.1 aten.mul (step 0) is off by 0.05")

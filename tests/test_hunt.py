@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from aligning import batch, changed, net
-from command_line import environment
+from command_line import ROOT, environment
 from torch import nn
 
 import dispatch_trace as dt
@@ -258,3 +259,11 @@ def test_the_command_hunts_in_scripts_that_nobody_edits(tmp_path: Path) -> None:
     assert "round 1: all modules: running the reference" in found.stderr
     assert json.loads((tmp_path / "hunt.json").read_text())["num_runs"] == 6
     assert (tmp_path / "hunt" / "report.html").exists()
+
+
+def test_the_python_of_hunt_md_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"dt": dt, "reference": net(), "port": changed(scaled), "x": batch()}
+    for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "hunt.md").read_text(), re.M | re.S):
+        exec(block, names)
+    assert names["found"].verdict == "diverged"  # type: ignore[attr-defined]

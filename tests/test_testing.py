@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from aligning import batch, changed, net, record
+from command_line import ROOT
 from torch import nn
 
+import dispatch_trace as dt
 import dispatch_trace.pytest_plugin
 import dispatch_trace.recorder  # else each inner run of pytest imports it anew
 from dispatch_trace.errors import ConfigError
@@ -138,3 +142,15 @@ def test_an_inconclusive_comparison_fails_unless_it_may_pass(tmp_path: Path) -> 
     with pytest.raises(AssertionError, match="INCONCLUSIVE"):
         assert_match(ref, other)
     assert assert_match(ref, other, inconclusive="pass").verdict == "inconclusive"
+
+
+def test_the_python_of_testing_md_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"dt": dt, "torch": torch, "model": net(), "port": net(), "tokens": batch()}
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "testing.md").read_text(), re.M | re.S
+    ):
+        exec(block, names)
+    for update in (True, False):
+        for test in ("test_port", "test_generation"):
+            names[test](Regression(tmp_path / "golden", tmp_path, name=test, update=update))
