@@ -11,10 +11,13 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dispatch_trace.align.ahead import compare_ahead
 from dispatch_trace.align.lineup import pair_traces
 from dispatch_trace.align.pairs import Pair, Progress
 from dispatch_trace.align.steps import chosen_steps
@@ -321,6 +324,7 @@ def align(
     twins: bool | None = None,
     given_inputs: bool = False,
     progress: Progress | None = None,
+    executor: Executor | None = None,
 ) -> Alignment:
     """Compares two traces and names the first place where the target goes wrong.
 
@@ -342,6 +346,8 @@ def align(
       given_inputs: of recordings of a few modules (`select`): what they were handed counts as noise, however
         much of it there is, so that each module answers for itself alone.
       progress: called with (done, total, what).
+      executor: where tensors are compared: any `concurrent.futures.Executor` whose workers can read both
+        traces under their paths or URLs. None: processes of this machine, where there is much to compare.
 
     Raises:
       NotATraceError, TraceFormatError, SchemaVersionError, RenameError, ConfigError.
@@ -365,6 +371,7 @@ def align(
         if other is None:
             continue
         pairing = pair_traces(reader, other, rename=rename, rows=rows, steps=chosen, progress=progress)
+        compare_ahead(pairing, executor, None if progress is None else partial(_comparing, progress))
         if more:
             floors = _floors(reader, more, rows, chosen)
             for one in pairing.rounds:
@@ -413,6 +420,10 @@ def align(
             given_inputs=given_inputs or None,
         ),
     )
+
+
+def _comparing(progress: Progress, done: int, total: int) -> None:
+    progress(done, total, "comparing tensors")
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -204,6 +204,24 @@ class Comparer:
             found = self._known[key] = self._compare(*key)
         return found
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether contents are compared as they are, no rows cut off or looked up."""
+        return self.rows is None and self._maps is None
+
+    def compares_data(self, a: StoredContent, b: StoredContent) -> bool:
+        """Whether `compare` will read the data of both, unless one cannot be read."""
+        return (
+            not (a.hash and a.hash == b.hash)
+            and 0 < _numel(a.shape) == _numel(b.shape) <= MAX_ELEMENTS
+            and a.has_data
+            and b.has_data
+        )
+
+    def tell(self, ref_id: int, target_id: int, found: Difference) -> None:
+        """Takes in what comparing two contents came to elsewhere."""
+        self._known.setdefault((ref_id, target_id), found)
+
     def laid_out(self, layout: Layout) -> int:
         """The number under which a value laid out of several of the reference's is compared."""
         number = LAID_OUT + len(self._layouts)
@@ -293,7 +311,7 @@ class Comparer:
             return self._cut(a, b)
         if _numel(a.shape) == 0 and a.shape == b.shape:
             return EQUAL
-        if a.has_data and b.has_data and _numel(a.shape) <= MAX_ELEMENTS:
+        if self.compares_data(a, b):
             ref, target = self.array(True, ref_id), self.array(False, target_id)
             if ref is not None and target is not None:
                 return self._from_arrays(ref, target)

@@ -1,0 +1,136 @@
+"""Compares the data of paired values in other processes, before judges ask one by one.
+
+Guarantees: what comes out is what comparing them here, one after the other, would give, bit for bit; what a
+worker cannot read, or does not find as it is known here, is left to be compared here. Workers open the traces
+by path, so those must lie where all of them can read: on one machine, a shared disk, or at a URL.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, as_completed
+from functools import lru_cache
+
+from dispatch_trace.align.content import Comparer, Difference
+from dispatch_trace.align.pairs import Pairing
+from dispatch_trace.errors import DispatchTraceError
+from dispatch_trace.schema import StoredContent
+from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.remote import place
+from dispatch_trace.workers import LocalProcesses
+
+WORTHWHILE_BYTES = 256 << 20  # of data, from which on processes are started for it
+_TASK_BYTES = 32 << 20
+_ITEMSIZE = 8  # at most, nearly
+
+# (number, hash in hexadecimal) of a content of the reference, and of the target.
+Task = tuple[tuple[int, str], tuple[int, str]]
+Side = tuple[str, int]
+
+
+def compare_ahead(
+    pairing: Pairing,
+    executor: Executor | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Fills the comparers of all rounds.
+
+    Args:
+      executor: where to compare; None: processes of this machine, where there is enough to compare.
+      progress: called with (bytes done, bytes in all).
+    Returns: how many pairs were compared.
+    """
+    num_compared = 0
+    for one in pairing.rounds:
+        tasks = _tasks(one)
+        total = sum(size for _, size in tasks)
+        if not tasks or (executor is None and (total < WORTHWHILE_BYTES or (os.cpu_count() or 1) < 2)):
+            continue
+        sides = tuple((str(r.path), r.rank) for r in (one.comparer.ref, one.comparer.target))
+        if executor is not None:
+            num_compared += _run(executor, one.comparer, sides, tasks, total, progress)
+        else:
+            with LocalProcesses() as processes:
+                num_compared += _run(processes, one.comparer, sides, tasks, total, progress)
+    return num_compared
+
+
+def _tasks(pairing: Pairing) -> list[tuple[Task, int]]:
+    """What is to be compared by data, and its size in bytes."""
+    comparer = pairing.comparer
+    if not comparer.is_plain:
+        return []
+    found: dict[tuple[int, int], tuple[Task, int]] = {}
+    for links in list(pairing.links.values()):
+        for link in links:
+            key = link.ref_content, link.target_content
+            if min(key) < 0 or key in found or comparer.layout(key[0]) is not None:
+                continue
+            a, b = comparer.ref.content(key[0]), comparer.target.content(key[1])
+            if comparer.compares_data(a, b):
+                size = _ITEMSIZE * math.prod(a.shape)
+                found[key] = ((key[0], a.hash), (key[1], b.hash)), size
+    return list(found.values())
+
+
+def _run(
+    executor: Executor,
+    comparer: Comparer,
+    sides: tuple[Side, ...],
+    tasks: Sequence[tuple[Task, int]],
+    total: int,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    batches: list[tuple[list[Task], int]] = []
+    for task, size in tasks:
+        if not batches or batches[-1][1] + size > _TASK_BYTES:
+            batches.append(([], 0))
+        batches[-1] = ([*batches[-1][0], task], batches[-1][1] + size)
+    futures = {executor.submit(compare_batch, *sides, batch): (batch, size) for batch, size in batches}
+    done = num_compared = 0
+    for future in as_completed(futures):
+        batch, size = futures[future]
+        for ((ref, _), (target, _)), found in zip(batch, future.result(), strict=True):
+            if found is not None:
+                comparer.tell(ref, target, found)
+                num_compared += 1
+        done += size
+        if progress is not None:
+            progress(done, total)
+    return num_compared
+
+
+def compare_batch(ref: Side, target: Side, tasks: Sequence[Task]) -> list[Difference | None]:
+    """Runs in a worker: differences of pairs of contents.
+
+    Args:
+      ref, target: directory of a rank, and its number.
+    Returns: in order; None where the contents are not those that were meant.
+    """
+    try:
+        comparer = Comparer(_reader(*ref), _reader(*target))
+    except (DispatchTraceError, OSError):
+        return [None] * len(tasks)
+    found: list[Difference | None] = []
+    for (ref_id, ref_hash), (target_id, target_hash) in tasks:
+        try:
+            a, b = _content(comparer.ref, ref_id), _content(comparer.target, target_id)
+            meant = a is not None and b is not None and (a.hash, b.hash) == (ref_hash, target_hash)
+            found.append(comparer.compare(ref_id, target_id) if meant else None)
+        except (DispatchTraceError, OSError):
+            found.append(None)
+    return found
+
+
+def _content(reader: RankReader, id: int) -> StoredContent | None:
+    try:
+        return reader.content(id)
+    except KeyError:
+        return None
+
+
+@lru_cache(maxsize=4)
+def _reader(path: str, rank: int) -> RankReader:
+    return RankReader(place(path), rank)

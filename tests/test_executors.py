@@ -1,0 +1,116 @@
+"""Alignment with other executors: whatever compares the tensors, what is said is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dispatch_trace as dt
+from dispatch_trace.align.ahead import compare_ahead, compare_batch
+from dispatch_trace.align.lineup import pair_traces
+from dispatch_trace.store.reader import open_ranks
+from dispatch_trace.workers import LocalProcesses
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.gelu(layer(self.norm(x)))
+        return x
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("traces")
+    paths = folder / "ref.trace", folder / "target.trace"
+    for path in paths:
+        torch.manual_seed(0)
+        model, x = Net(), torch.randn(6, 24)
+        if path == paths[1]:
+            model.norm.eps = 0.1
+        with torch.no_grad(), dt.record(path, model, save="tensors"):
+            model(x)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def dask_executor() -> Iterator[Executor]:
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            host="127.0.0.1",
+        ) as cluster,
+        distributed.Client(cluster) as client,
+        client.get_executor() as executor,
+    ):
+        assert len(client.run(os.getpid)) == 2
+        yield executor
+
+
+def without_paths(alignment: dt.Alignment) -> str:
+    return json.dumps(alignment.to_json(), sort_keys=True)
+
+
+def check(traces: tuple[Path, Path], executor: Executor) -> None:
+    """Every difference, and the whole of what is said, is that of comparing one by one."""
+    ref, target = (open_ranks(path)[0] for path in traces)
+    alone, spread = pair_traces(ref, target), pair_traces(ref, target)
+    progress: list[tuple[int, int]] = []
+    num_compared = compare_ahead(spread, executor, lambda *state: progress.append(state))
+    assert num_compared > 20
+    assert progress[-1][0] == progress[-1][1] > 0
+    known = dict(spread.comparer._known)
+    assert len(known) == num_compared
+    for (a, b), found in known.items():
+        assert found == alone.comparer.compare(a, b)
+    assert without_paths(dt.align(*traces, executor=executor)) == without_paths(dt.align(*traces))
+
+
+def test_threads(traces: tuple[Path, Path]) -> None:
+    with ThreadPoolExecutor(2) as executor:
+        check(traces, executor)
+
+
+def test_local_processes(traces: tuple[Path, Path]) -> None:
+    with LocalProcesses(2) as executor:
+        check(traces, executor)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the engine's own: ports in use, slow starts
+def test_dask(traces: tuple[Path, Path], dask_executor: Executor) -> None:
+    check(traces, dask_executor)
+
+
+def test_what_a_worker_does_not_find_is_left_to_the_caller(traces: tuple[Path, Path]) -> None:
+    ref, target = ((str(path / "rank0"), 0) for path in traces)
+    assert compare_batch(ref, target, [((0, "00" * 16), (0, "00" * 16))]) == [None]
+    assert compare_batch((str(traces[0] / "rank7"), 7), target, [((0, "a"), (0, "b"))]) == [None]
+
+
+def test_workers_answer_and_pass_errors_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalProcesses(1) as executor:
+        assert executor.submit(divmod, 7, 2).result() == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            executor.submit(divmod, 7, 0).result()
+        executor.submit(print, "to people").result()
+        assert list(executor.map(abs, [-1, 2])) == [1, 2]
+        with pytest.raises(RuntimeError, match="a worker process ended with status 3"):
+            executor.submit(os._exit, 3).result()
+        assert executor.submit(abs, -4).result() == 4
+    assert "to people" in capfd.readouterr().err
