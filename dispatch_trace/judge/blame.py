@@ -165,13 +165,36 @@ class Blame:
         evidence = self._sites.evidence(state) | {"target_ops": [r.op for r in ops]}
         op = ops[0].op if len(ops) == 1 else None
         # Where the reference has no value between several modules, the call around them is what is certain.
-        heavy = [r for r in region.only_target if family(r.op) not in ELEMENTWISE] or [region.target]
-        calls = [self._target.call_of(r) for r in heavy]
+        heavy = [
+            record
+            for record in region.only_target
+            if family(record.op) not in ELEMENTWISE and not self._leads_elsewhere(record)
+        ]
+        calls = [self._target.call_of(record) for record in heavy or [region.target]]
         seat = around_all(calls)
         if seat is self._target.call_of(region.target):
             return self._sites.finding(region.target, op, "introduced", evidence, state)
-        evidence["candidates"] = list(dict.fromkeys(call.path for call in calls))[:_MAX_NAMED]
+        chains = [call.enclosing() for call in calls]
+        beneath = [chain[chain.index(seat) - 1] for chain in chains if seat in chain and chain[0] is not seat]
+        evidence["candidates"] = list(dict.fromkeys(call.path for call in beneath))[:_MAX_NAMED]
         return self._sites.finding(seat, None, "introduced", evidence, state, where=region.target)
+
+    def _leads_elsewhere(self, record: StoredRecord) -> bool:
+        """Whether what an op made also went into a value that was found right."""
+        todo = [(record.seq, slot.index) for slot in self._target.outputs(record)]
+        seen = set(todo)
+        while todo:
+            for seq, _ in self._target.consumers.get(todo.pop(), ()):
+                for slot in self._target.outputs(self._target.records[seq]):
+                    value = (seq, slot.index)
+                    found = self._noise.states.get(value)
+                    if found is not None and found.difference is not None:
+                        if found.explained:
+                            return True
+                    elif value not in seen:
+                        seen.add(value)
+                        todo.append(value)
+        return False
 
     # Rules, in order --------------------------------------------------------------------------------
 
