@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from dispatch_trace.isolate import Isolation
     from dispatch_trace.questions import Errors, Site, Trail
+    from dispatch_trace.replays import Replayed
     from dispatch_trace.report.repro import Repro
 
 SCHEMA = 1
@@ -195,6 +196,34 @@ class Alignment:
         if written.taken:
             chosen.evidence["taken"] = dict(written.taken)
         return written
+
+    def replay(
+        self,
+        pairs: Iterable[Pair] | None = None,
+        *,
+        executor: Executor | None = None,
+        progress: Progress | None = None,
+    ) -> list[Replayed]:
+        """Runs paired ops again, each in float64 on its own recorded inputs: how well either side computes.
+
+        Args:
+          pairs: of this alignment; None: all. What is no pair of two ops that compute floats is left out.
+          executor: any `concurrent.futures.Executor` whose workers can read both traces under their paths
+            or URLs. None: processes of this machine where there are many pairs.
+          progress: called with (done, total, what).
+        Returns: one for each pair that was run, in order, whatever the executor.
+        """
+        from dispatch_trace.replays import replay_pairs
+
+        chosen = list(self.pairs if pairs is None else pairs)
+        ref, target = _by_rank(self.ref), _by_rank(self.target)
+        found: list[Replayed] = []
+        for rank, reader in ref.items():
+            own = [pair for pair in chosen if pair.ref is not None and pair.ref.rank == rank]
+            if own and rank in target:
+                told = None if progress is None else partial(_replaying, progress)
+                found += replay_pairs(own, reader, target[rank], executor=executor, progress=told)
+        return found
 
     # Questions -------------------------------------------------------------------------------------
 
@@ -420,6 +449,10 @@ def align(
             given_inputs=given_inputs or None,
         ),
     )
+
+
+def _replaying(progress: Progress, done: int, total: int) -> None:
+    progress(done, total, "running paired ops again")
 
 
 def _comparing(progress: Progress, done: int, total: int) -> None:

@@ -82,6 +82,19 @@ def check(traces: tuple[Path, Path], executor: Executor) -> None:
     assert without_paths(dt.align(*traces, executor=executor)) == without_paths(dt.align(*traces))
 
 
+def check_replay(traces: tuple[Path, Path], executor: Executor) -> None:
+    alignment = dt.align(*traces)
+    alone = alignment.replay()
+    assert alignment.replay(executor=executor) == alone
+    assert len(alone) > 10
+    assert {one.pair.target.op for one in alone if one.pair.target} >= {"aten.addmm", "aten.gelu"}
+    for one in alone:
+        assert one.why == ""
+        assert one.ref_error is not None and one.ref_error < 1e-6, "rounding alone, on its own inputs"
+        assert one.target_error is not None and one.target_error < 1e-6
+        assert one.ratio is not None
+
+
 def test_threads(traces: tuple[Path, Path]) -> None:
     with ThreadPoolExecutor(2) as executor:
         check(traces, executor)
@@ -95,6 +108,23 @@ def test_local_processes(traces: tuple[Path, Path]) -> None:
 @pytest.mark.filterwarnings("ignore")  # of the engine's own: ports in use, slow starts
 def test_dask(traces: tuple[Path, Path], dask_executor: Executor) -> None:
     check(traces, dask_executor)
+    check_replay(traces, dask_executor)
+
+
+def test_replay_in_local_processes(traces: tuple[Path, Path]) -> None:
+    with LocalProcesses(2) as executor:
+        check_replay(traces, executor)
+
+
+def test_replay_says_what_could_not_be_run(traces: tuple[Path, Path], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(6, 24)
+    with torch.no_grad(), dt.record(tmp_path / "stats.trace", model):
+        model(x)
+    found = dt.align(tmp_path / "stats.trace", traces[1]).replay()
+    assert found
+    assert all(one.ref_error is None and one.why.startswith("reference: ") for one in found)
+    assert all(one.target_error is not None and one.ratio is None for one in found)
 
 
 def test_what_a_worker_does_not_find_is_left_to_the_caller(traces: tuple[Path, Path]) -> None:
