@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from aligning import align_models, batch, changed, net, record
+from engine import tiny_llama
 from torch import nn
 
 import dispatch_trace as dt
@@ -176,3 +177,18 @@ def test_argument_trees_follow_slot_names() -> None:
     for place, name in enumerate(("in[0][0]", "in[0][1].k", 'in.names["a b"]', "in.names.c", "in[1]")):
         _put(tree, name, place)
     assert _build(tree) == {0: (0, {"k": 1}), 1: 4, "names": {"a b": 2, "c": 3}}
+
+
+def test_modules_of_a_transformers_model_are_compiled_one_by_one(tmp_path: Path) -> None:
+    ids = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+    target = tiny_llama(layers=1)
+    target.model.layers[0].mlp.act_fn.forward = lambda x: 1.02 * torch.nn.functional.silu(x)
+    with torch.no_grad():
+        for name, model in (("ref", tiny_llama(layers=1)), ("target", target)):
+            with dt.record(tmp_path / name, model, save="tensors"):
+                model(ids, use_cache=False)
+    found = dt.align(tmp_path / "ref", tmp_path / "target")
+    names = [f"model.layers.0.{name}" for name in ("self_attn", "mlp", "mlp.act_fn", "mlp.down_proj")]
+    rows = found.isolate(target, modules=names, compile="aot_eager")
+    assert {row.module: row.ok for row in rows} == dict(zip(names, (True, False, False, True), strict=True))
+    assert rows.backend == "aot_eager" and all(row.ref_error is not None for row in rows)

@@ -37,7 +37,7 @@ class Finding:
       evidence: what was measured and what differs, by name; plain values.
       source: "file:line" of the op, None where unknown.
       fatal: it makes the verdict `diverged`.
-      judge: which judge found it: "twins", "local replay" or "estimates".
+      judge: which judge found it: "twins", "local replay", "body" or "estimates".
       hint: what the difference looks like, in words, None where nothing fits.
       seq, ref_seq: records of the target and of the reference, -1 where there is none.
       model: name of the root model, "" where the trace has one.

@@ -10,6 +10,8 @@ Twins answer "is the target another program?", estimates "does it compute its pr
 * Twins cannot tell: the estimates alone speak, and a notice says why.
 * Where twins find no other program, single ops of the target that compute badly on their own inputs (`local`)
   come before what the estimates hold against the ops behind them.
+* Calls whose own ops were not recorded are judged by the reference's body on what they were given (`bodies`):
+  what the estimates blame them for stands, or came in with their inputs.
 
 Every finding says which judge it came from (`Finding.judge`, `evidence["judge"]`).
 """
