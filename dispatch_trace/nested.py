@@ -7,11 +7,12 @@ The names are the slot names of DESIGN.md. Enters what a model may return and py
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from dispatch_trace.slot_names import slot_key
 
 _MAX_DEPTH = 400
 
@@ -42,15 +43,6 @@ def flatten(value: Any, name: str, depth: int = 0) -> list[tuple[str, Any]]:
                 found += flatten(getattr(value, field.name), name + slot_key(field.name), depth + 1)
         return found or [(name, value)]
     return [(name, value)]
-
-
-def slot_key(key: Any) -> str:
-    """What a key of a container adds to a slot name."""
-    if isinstance(key, str):
-        return f".{key}" if key.isidentifier() else f"[{json.dumps(key)}]"
-    if isinstance(key, int) and not isinstance(key, bool):
-        return f"[{key}]"
-    return f"[{json.dumps(str(key))}]"
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -23,8 +23,8 @@ from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, Measured,
 from dispatch_trace.compat.figures import UNKNOWN_SHAPE, moments
 from dispatch_trace.compat.order import opened_by_path
 from dispatch_trace.errors import TraceFormatError
-from dispatch_trace.nested import slot_key
 from dispatch_trace.schema import NO_CALL, StepInfo
+from dispatch_trace.slot_names import slot_key
 from dispatch_trace.store.reader import RankReader
 
 NAME = "msprobe"

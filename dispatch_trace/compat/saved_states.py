@@ -18,8 +18,8 @@ from typing import Any
 from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, make_header
 from dispatch_trace.compat.order import in_path_order, natural
 from dispatch_trace.errors import TraceFormatError
-from dispatch_trace.nested import flatten, slot_key
 from dispatch_trace.schema import StepInfo
+from dispatch_trace.slot_names import slot_key
 from dispatch_trace.store.reader import RankReader
 
 NAME = "saved-states"
@@ -149,6 +149,8 @@ def _read(path: Path) -> tuple[list[DumpSlot], dict[str, list[DumpSlot]], list[s
 def _from_object(container: Any) -> tuple[list[DumpSlot], dict[str, list[DumpSlot]]]:
     """What `torch.save` was given: a tensor, a sequence of states, or a dict."""
     import torch
+
+    from dispatch_trace.nested import flatten
 
     value = container.content
 

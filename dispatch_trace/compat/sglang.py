@@ -19,8 +19,8 @@ from typing import Any
 
 from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, Plain, make_header
 from dispatch_trace.compat.order import CallCounter, is_beneath
-from dispatch_trace.nested import flatten, slot_key
 from dispatch_trace.schema import StepInfo
+from dispatch_trace.slot_names import slot_key
 from dispatch_trace.store.reader import RankReader
 
 NAME = "sglang"
@@ -296,6 +296,7 @@ class _Rank:
         import torch
 
         from dispatch_trace.compat.tensor_files import PtTensor, Unreadable, try_load_object
+        from dispatch_trace.nested import flatten
 
         loaded = try_load_object(file.path)
         if isinstance(loaded, Unreadable):

@@ -18,7 +18,6 @@ from typing import Any
 from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, make_header
 from dispatch_trace.compat.order import opened_by_path
 from dispatch_trace.errors import TraceFormatError
-from dispatch_trace.nested import flatten
 from dispatch_trace.schema import StepInfo
 from dispatch_trace.store.reader import RankReader
 
@@ -90,6 +89,7 @@ def _passes(folder: Path) -> list[tuple[int, Path]]:
 
 def _rank(path: Path, number: int, folder: Path) -> DumpRank:
     from dispatch_trace.compat.tensor_files import PtContainer
+    from dispatch_trace.nested import flatten
 
     problems: list[str] = []
     passes: list[tuple[int, PtContainer]] = []

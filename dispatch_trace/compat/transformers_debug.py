@@ -21,8 +21,8 @@ from typing import Any
 from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, Measured, Plain, make_header
 from dispatch_trace.compat.order import CallCounter
 from dispatch_trace.errors import TraceFormatError
-from dispatch_trace.nested import slot_key
 from dispatch_trace.schema import StepInfo
+from dispatch_trace.slot_names import slot_key
 from dispatch_trace.store.reader import RankReader
 
 NAME = "transformers-debug"
