@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import ROOT
 from torch import nn
 
 import dispatch_trace as dt
@@ -43,24 +45,6 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         with torch.no_grad(), dt.record(path, model, save="tensors"):
             model(x)
     return paths
-
-
-@pytest.fixture(scope="module")
-def dask_executor() -> Iterator[Executor]:
-    distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            processes=True,
-            dashboard_address=None,
-            host="127.0.0.1",
-        ) as cluster,
-        distributed.Client(cluster) as client,
-        client.get_executor() as executor,
-    ):
-        assert len(client.run(os.getpid)) == 2
-        yield executor
 
 
 def without_paths(alignment: dt.Alignment) -> str:
@@ -106,9 +90,20 @@ def test_local_processes(traces: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the engine's own: ports in use, slow starts
-def test_dask(traces: tuple[Path, Path], dask_executor: Executor) -> None:
-    check(traces, dask_executor)
-    check_replay(traces, dask_executor)
+def test_dask_as_scale_md_has_it(traces: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed")
+    monkeypatch.chdir(traces[0].parent)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "scale.md").read_text(), re.M | re.S)
+    block += "    pids = client.run(os.getpid)\n    check(traces, executor)\n"
+    names = {"traces": traces, "check": check, "os": os}
+    exec(compile(block, "scale.md", "exec"), names)
+    assert len({*names["pids"].values(), os.getpid()}) == 3
+    alignment = dt.align(*traces)
+    assert names["alignment"].verdict == alignment.verdict
+    # Paths are as they were given; all else is equal.
+    assert [replace(row, pair=None) for row in names["rows"]] == [
+        replace(row, pair=None) for row in alignment.replay()
+    ]
 
 
 def test_replay_in_local_processes(traces: tuple[Path, Path]) -> None:

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "neuron.md": "test_neuron_sim.py",
     "proofs.md": "test_docs.py",
     "report.md": "test_docs.py",
+    "scale.md": "test_executors.py",
     "testing.md": "test_testing.py",
 }
 
