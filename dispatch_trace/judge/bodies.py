@@ -400,7 +400,9 @@ def with_bodies(round_judge: RoundJudge, judgement: Judgement) -> Judgement:
             continue
         body = bodies.judge(record)
         evidence = {**finding.evidence, "body": body.evidence}
-        if body.ok is None:
+        # A root inherits nothing, and a band as wide as what was found refutes nothing.
+        root = noise.pairing.target.call_of(record).parent is None
+        if body.ok is None or (body.ok and (root or body.band >= finding.evidence.get("error", 0.0))):
             findings.append(replace(finding, evidence=evidence))
             continue
         evidence["judge"] = "body"
