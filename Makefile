@@ -45,6 +45,7 @@ bench: $(STAMP)
 	$(PY) tools/bench_judge.py
 	$(PY) tools/bench_store.py
 	$(PY) tools/bench_scale.py
+	$(PY) tools/bench_run.py
 
 # The first table of `bench` with msprobe and torchlens beside it, each in an environment of its own (380 MB).
 bench-peers: $(STAMP)
