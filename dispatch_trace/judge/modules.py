@@ -155,7 +155,8 @@ class ModuleBlame:
             known |= _contents(around, "in")
         for other in self._pairing.target.calls.values():
             if other.closed < child.opened and self._border(other, "out").difference is not None:
-                known |= _contents(other, "out")
+                # What went into something right as well is no more in doubt.
+                known |= _contents(other, "out") | _contents(other, "in")
         given = [s for s in child.record.slots if s.role == "in" and s.is_tensor]
         return all(s.content in known for s in given if dtype_class(s.dtype) in "fc")
 
