@@ -44,7 +44,7 @@ bench: $(STAMP)
 	$(PY) tools/bench_compiled.py
 	$(PY) tools/bench_judge.py
 	$(PY) tools/bench_store.py
-	$(PY) tools/bench_scale.py
+	$(PY) tools/bench_scale.py --records 10000 100000 --align 3000 10000
 	$(PY) tools/bench_run.py
 
 # The first table of `bench` with msprobe and torchlens beside it, each in an environment of its own (380 MB).

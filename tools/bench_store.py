@@ -5,9 +5,10 @@
 
 Each round writes the same bytes three ways, in turn, each ended by a flush to the disk: `plain` (one file,
 written in order), `data` (through a trace writer, hashed twice and deduplicated) and `data+stats` (with
-statistics and sketches besides). Minima are compared, and medians besides: a disk is rarely alone; `waits` is what a program that hands the tensors over
-without a pause spends in its own thread, copies included, and `grown` how much memory the process took at
-most beyond what it had. `--pending-mb` bounds the latter (`max_pending_bytes`).
+statistics and sketches besides). Minima are compared, and medians besides, since a disk is rarely alone;
+`waits` is what a program that hands the tensors over without a pause spends in its own thread, copies
+included, and `grown` how much memory the process took at most beyond what it had. `--pending-mb` bounds the
+latter (`max_pending_bytes`).
 
 The JSON is a list of {row, mb, seconds, mb_per_s, ratio, ratio_median, waits_s, grown_mb}.
 """
@@ -117,7 +118,8 @@ def main() -> int:
         for row, results in found.items()
     ]
     print(
-        f"{'row':12} {'MB':>6} {'s':>8} {'MB/s':>8} {'of plain':>9} {'of medians':>11} {'waits s':>8} {'grown MB':>9}"
+        f"{'row':12} {'MB':>6} {'s':>8} {'MB/s':>8} {'of plain':>9} {'of medians':>11} {'waits s':>8} "
+        f"{'grown MB':>9}"
     )
     for r in rows:
         print(
