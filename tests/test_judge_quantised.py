@@ -56,6 +56,27 @@ def round_in_place(model: Any) -> None:
         weight.copy_((weight / scale).round() * scale)
 
 
+def test_a_grid_is_one_where_its_points_were_rounded_once_more(tmp_path: Path) -> None:
+    """In bfloat16 an int8 grid is as coarse as the numbers are; small ones still lie on it."""
+    model = mlp()
+    target = changed(round_in_place, model).bfloat16()
+    found = align_models(tmp_path, model.bfloat16(), target, batch().bfloat16())
+    assert found.verdict == "match", (found.reasons, found.first)
+
+
+def test_noise_as_large_as_a_grid_s_is_none() -> None:
+    original = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    step = original.float().abs().amax(1, keepdim=True) / 127
+    noise = HEALTHY * step * torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    rounded = ((original.float() / step).round() * step).bfloat16()
+    pairs = {
+        name: x.float().numpy()
+        for name, x in {"noise": (original + noise).bfloat16(), "grid": rounded}.items()
+    }
+    assert grid_of(original.float().numpy(), pairs["grid"], 2.0**-8) is not None
+    assert grid_of(original.float().numpy(), pairs["noise"], 2.0**-8) is None
+
+
 @SAVES
 @pytest.mark.parametrize("form", ["weight", "output"])
 def test_int8_weights_match_within_their_steps(tmp_path: Path, form: str, save: str) -> None:

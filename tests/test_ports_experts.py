@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ports
 import pytest
 import torch
@@ -14,6 +15,7 @@ from aligning import record
 from torch import nn
 
 import dispatch_trace as dt
+from dispatch_trace.judge.reordered import Order, order_of
 
 ORDER = torch.tensor([2, 0, 3, 1])
 
@@ -133,6 +135,34 @@ def test_experts_or_router_in_another_order_alone_are_named(
 ) -> None:
     first = aligned(ref, model, change, tmp_path).first
     assert first is not None and (first.module, first.label) == (module, "parameter"), first
+
+
+@pytest.mark.parametrize(("parameter", "row"), [("down_proj", slice(None)), ("gate_up_proj", 3)])
+def test_a_fault_in_one_of_reordered_experts_is_named_not_their_router(
+    parameter: str, row: Any, ref: Path, model: nn.Module, tmp_path: Path
+) -> None:
+    def change(model: Any) -> None:
+        reordered()(model)
+        getattr(model.model.layers[1].mlp.experts, parameter)[1, row] *= -1.2
+
+    alignment = aligned(ref, model, change, tmp_path)
+    fatal = [f for f in alignment.findings if f.fatal]
+    assert [(f.module, f.label, f.evidence["parameter"]) for f in fatal] == [
+        ("model.layers.1.mlp.experts", "parameter", parameter)
+    ]
+    assert any(f.module == "model.layers.1.mlp.gate" and "refuted" in f.evidence for f in alignment.findings)
+
+
+def test_rows_in_another_order_are_recognised_beside_changed_ones() -> None:
+    rows = np.arange(12.0).reshape(4, 3)
+    turned = rows[ORDER.numpy()]
+    whole = order_of(rows, turned)
+    assert whole is not None and whole.rows == (2, 0, 3, 1) and whole.is_whole
+    turned[1] += 1
+    torn = order_of(rows, turned)
+    assert torn is not None and torn.rows == (2, -1, 3, 1) and torn.agrees(whole)
+    assert not torn.agrees(Order((3, 0, 2, 1)))
+    assert order_of(rows, rows) is None and order_of(rows, rows + 1) is None
 
 
 def same(port: Any) -> None:

@@ -216,7 +216,10 @@ class NoisePass:
             if budget.tainted:  # or what is granted would grow with each step behind a defect
                 state.clean = min(difference.rho, math.hypot(budget.clean, ref_noise))
             strict = self.floored(self.band(math.hypot(budget.free, ref_noise), difference), link)
-            state.flags = frozenset() if within(difference, strict) else frozenset(budget.flags)
+            state.flags = frozenset(budget.flags)
+            if within(difference, strict):
+                # Behind something wrong even the free part is not noise: what a flip excuses stays one.
+                state.flags = frozenset(f for f in budget.flags if budget.tainted and f[0] == "flip")
             state.tainted = False
         else:
             state.noise = difference.rho if math.isfinite(difference.rho) else 1.0

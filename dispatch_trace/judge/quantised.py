@@ -31,6 +31,8 @@ MAX_LEVELS = 1 << 10
 _GROUPS = (0, 256, 128, 64, 32)
 # Share of a difference that may point along the original; scaling a weight by 1.01 is all along it.
 _MAX_BIAS = 0.5
+# Log of the chance that any numbers lie as near to the points of a grid: above this it says nothing.
+_LOG_CHANCE = math.log(1e-6)
 _SYMMETRIC_CODES = (7, 8, 15, 16, 31, 63, 127, 128, 255)
 
 
@@ -85,24 +87,28 @@ def _rows_on_grid(values: Array, wanted: Array, roundoff: float) -> float | None
     """RMSE/step where every row lies on a grid of its own and is the wanted row rounded to it."""
     if values.shape[1] < 8:
         return None
-    total, count = 0.0, 0
+    total, count, chance = 0.0, 0, 0.0
     for row, original in zip(values, wanted, strict=True):
         if np.array_equal(row, original):
             continue
-        step = _step_of(row, roundoff)
+        found = _step_of(row, roundoff)
         error = row - original
-        if step is None or float(np.abs(error).max()) > 1.5 * step:
+        if found is None or float(np.abs(error).max()) > 1.5 * found[0]:
             return None
+        step = found[0]
+        chance += found[1]
         total += float(np.dot(error, error)) / step**2
         count += row.size
-    if not count:
+    if not count or chance > _LOG_CHANCE:
         return None
     ratio = math.sqrt(total / count)
     return ratio if ratio <= WORST_RATIO else None
 
 
-def _step_of(row: Array, roundoff: float) -> float | None:
+def _step_of(row: Array, roundoff: float) -> tuple[float, float] | None:
     """The step of the grid that all values of a row lie on: the largest that fits, None where none does.
+
+    With it comes the log of the chance that any numbers lie that near to its points.
 
     Tried are fractions of the smallest gap between values, and the steps that a symmetric quantiser of a few
     bits takes for this range.
@@ -124,9 +130,9 @@ def _step_of(row: Array, roundoff: float) -> float | None:
                 continue
             fitted = float(np.dot(shifted, nearest)) / square
             # Each point was rounded, and so were the step and what the grid starts at.
-            rounding = 2 * roundoff * (np.abs(levels) + abs(start))
-            if bool((np.abs(shifted - nearest * fitted) <= 0.02 * fitted + rounding).all()):
-                return fitted
+            allowed = 0.02 * fitted + 2 * roundoff * (np.abs(levels) + abs(start))
+            if bool((np.abs(shifted - nearest * fitted) <= allowed).all()):
+                return fitted, float(np.log(np.minimum(2 * allowed / fitted, 1.0)).sum())
     return None
 
 

@@ -27,6 +27,7 @@ from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.measured import figures_notices
 from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.judge.persistence import is_hidden, module_values
+from dispatch_trace.judge.reordered import without_relabelling
 from dispatch_trace.judge.suspects import Suspects
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 
@@ -157,7 +158,7 @@ class RoundJudge:
           listed: False for the fatal findings alone, without suspects, pairs and coverage.
         """
         outputs = self._outputs()
-        fatal = self._fatal(outputs)
+        fatal, relabelled = without_relabelling(self._pairing, self._fatal(outputs))
         if self._golden is not None:
             fatal, outputs = self._against_golden(fatal, outputs, self._golden)
         if not listed:
@@ -171,7 +172,7 @@ class RoundJudge:
                 reasons=self._reasons,
             )
         search = Suspects(self._noise, self._blame, self._reached)
-        suspects = search.find(fatal)
+        suspects = [*relabelled, *search.find(fatal)]
         self._notices += [*search.notices, *figures_notices(self._pairing)]
         findings = _distinct([*fatal, *suspects])
         self._check_outputs(outputs, findings)
