@@ -679,3 +679,18 @@ def test_recording_600_mb_stays_within_64_mb(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_recording_10_gb_stays_within_512_mb(tmp_path: Path) -> None:
     check_bound(tmp_path / "t", 10 << 10, 512)
+
+
+def test_the_same_bytes_in_another_shape_are_stored_once(tmp_path: Path) -> None:
+    values = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    tensors = [values, values.view(2, 3, 4), values.view(torch.int32), values.view(-1)]
+    reader = write_trace(tmp_path / "t", tensors)
+    contents = list(reader.contents())
+    assert len(contents) == 4
+    shard = next(reader.path.glob("shard-*.safetensors"))
+    assert shard.stat().st_size < 2 * values.nbytes + 4 * 1100, "two of the four share the first one's bytes"
+    for content, tensor in zip(contents, tensors, strict=True):
+        assert same_bits(reader.tensor(content.id), tensor)
+        array = reader.array(content.id)
+        assert array is not None and array.shape == tuple(tensor.shape)
+    assert reader.verify() == []

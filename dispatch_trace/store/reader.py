@@ -243,7 +243,7 @@ class RankReader:
             encoding = encoding["of"]
             core_shape = tuple(encoding["shape"]) if encoding else shard.entry(number)[1]
         form = encoding.get("form")
-        if form not in (None, "bytes") or (form == "bytes" and content.dtype not in BYTES_NUMPY):
+        if form not in (None, "bytes", "reshaped") or (form == "bytes" and content.dtype not in BYTES_NUMPY):
             return None
         data = shard.read(number)
         if not expanded:

@@ -68,6 +68,8 @@ def _unpack(parts: Iterator[torch.Tensor], encoding: dict[str, Any]) -> torch.Te
         if not raw.numel():
             return torch.empty(encoding["shape"], dtype=dtype, device="cpu")
         return raw.view(dtype).reshape(encoding["shape"])
+    if form == "reshaped":
+        return next(parts).reshape(encoding["shape"])
     if form == "expanded":
         return _unpack(parts, encoding["of"]).expand(encoding["shape"])
     if form == "quantized":
