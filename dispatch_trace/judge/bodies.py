@@ -446,12 +446,11 @@ def _without_ops(noise: NoisePass) -> list[StoredRecord]:
 
 
 def _call_of(noise: NoisePass, finding: Finding, calls: list[StoredRecord]) -> StoredRecord | None:
-    """The call that a finding is about."""
-    shown = noise.pairing.target.records.get(finding.seq)
-    for record in calls:
-        if (record.step, record.module, record.call) == (finding.step, finding.module, finding.call):
-            return record
-    return shown if shown is not None and any(shown is record for record in calls) else None
+    """The call that a finding is about; None where it is seen at another call than the one it names."""
+    record = noise.pairing.target.records.get(finding.seq)
+    if record is None or not any(record is other for other in calls):
+        return None
+    return record if (record.module, record.call) == (finding.module, finding.call) else None
 
 
 def _first_off(noise: NoisePass, bodies: Bodies, calls: list[StoredRecord]) -> Finding | None:
