@@ -689,8 +689,8 @@ def test_the_same_bytes_in_another_shape_are_stored_once(tmp_path: Path) -> None
     assert len(contents) == 4
     shard = next(reader.path.glob("shard-*.safetensors"))
     assert shard.stat().st_size < 2 * values.nbytes + 4 * 1100, "two of the four share the first one's bytes"
-    for content, tensor in zip(contents, tensors, strict=True):
-        assert same_bits(reader.tensor(content.id), tensor)
-        array = reader.array(content.id)
+    for stored, tensor in zip(contents, tensors, strict=True):
+        assert same_bits(reader.tensor(stored.id), tensor)
+        array = reader.array(stored.id)
         assert array is not None and array.shape == tuple(tensor.shape)
     assert reader.verify() == []
