@@ -1,4 +1,4 @@
-"""Keys of values: nothing equal is invented, and a program in another precision is known without running it."""
+"""Keys of values: nothing equal is invented, a program in another precision is known without running it."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def what_ran(tmp_path: Path, ref: nn.Module, target: nn.Module) -> tuple[str, se
     for name, model in (("ref", ref), ("target", target)):
         record(tmp_path / name, model, batch().to(next(model.parameters()).dtype), save="leaves")
     said: set[str] = set()
-    found = dt.align(
-        tmp_path / "ref", tmp_path / "target", progress=lambda done, total, what: said.add(what)
-    )
+    found = dt.align(tmp_path / "ref", tmp_path / "target", progress=lambda done, total, what: said.add(what))
     return found.verdict, said
 
 

@@ -424,7 +424,7 @@ def arrays_difference(ref: Array, target: Array) -> Difference:
 
 
 def _ordinary_difference(ref: Array, target: Array) -> Difference | None:
-    """The same in one pass, for real arrays with rows that hold nothing as large as a mask; None for others."""
+    """The same in one pass, for real arrays with rows and nothing as large as a mask; None for others."""
     if not _has_rows(ref) or np.iscomplexobj(ref) or np.iscomplexobj(target):
         return None
     width = ref.shape[-1]
