@@ -3,8 +3,8 @@
 Nothing runs here. A leaf is known by the hash of what the float64 run reads for it, a result by its op, the
 arguments and the keys of what it reads, a view by the writes that lie under it. Casts between floats and
 copies hand on the key of what they copy, since both runs hold float64. Two programs that are one get equal
-keys throughout, whatever their dtypes. What is not known for certain has a key that is nobody else's: keys may
-miss an equality and never invent one.
+keys throughout, whatever their dtypes. What is not known for certain has a key that is nobody else's: keys
+may miss an equality and never invent one.
 
 Masks that stand for -inf (beyond `EXTREME`) are one number here, as they are where values are compared.
 """
