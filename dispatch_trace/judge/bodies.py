@@ -21,7 +21,7 @@ import torch
 
 from dispatch_trace import execute
 from dispatch_trace.align.canon import DISCRETE, dtype_class, is_factory, short
-from dispatch_trace.align.graph import Call, Value, slot_numel
+from dispatch_trace.align.graph import Call, CallKey, Value, slot_numel
 from dispatch_trace.align.pairs import module_slots
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.execute_ops import why_taken
@@ -431,7 +431,7 @@ def with_bodies(round_judge: RoundJudge, judgement: Judgement) -> Judgement:
 
 def _without_ops(noise: NoisePass) -> list[StoredRecord]:
     """Module records of the target's calls in which no op was recorded, those within before those around."""
-    with_ops = set()
+    with_ops: set[CallKey] = set()
     for call in noise.pairing.target.calls.values():
         if any(call.ops.values()):
             with_ops.update(around.key for around in call.enclosing())
