@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,7 +111,7 @@ class Kernel:
             None if table is None else table.ctypes.data,
             done.ctypes.data,
         )
-        rows = zip(totals.tolist(), done.tolist(), parts["kind"].tolist(), strict=True)
+        rows: Any = zip(totals.tolist(), done.tolist(), parts["kind"].tolist(), strict=True)
         return [
             (_result(row, kind), None if table is None else table[i]) if fine else None
             for i, (row, fine, kind) in enumerate(rows)
@@ -215,7 +216,7 @@ def address(tensor: Tensor) -> int:
     Not `data_ptr()` or `numpy()`: both copy the memory of a lazy clone.
     """
     start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return start + tensor.storage_offset() * tensor.element_size()
+    return start + int(tensor.storage_offset()) * tensor.element_size()
 
 
 # Building -----------------------------------------------------------------------------------------

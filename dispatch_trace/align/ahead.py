@@ -48,7 +48,8 @@ def compare_ahead(
         total = sum(size for _, size in tasks)
         if not tasks or (executor is None and (total < WORTHWHILE_BYTES or (os.cpu_count() or 1) < 2)):
             continue
-        sides = tuple((str(r.path), r.rank) for r in (one.comparer.ref, one.comparer.target))
+        ref, target = one.comparer.ref, one.comparer.target
+        sides = (str(ref.path), ref.rank), (str(target.path), target.rank)
         if executor is not None:
             num_compared += _run(executor, one.comparer, sides, tasks, total, progress)
         else:
@@ -78,7 +79,7 @@ def _tasks(pairing: Pairing) -> list[tuple[Task, int]]:
 def _run(
     executor: Executor,
     comparer: Comparer,
-    sides: tuple[Side, ...],
+    sides: tuple[Side, Side],
     tasks: Sequence[tuple[Task, int]],
     total: int,
     progress: Callable[[int, int], None] | None,

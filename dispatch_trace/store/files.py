@@ -45,8 +45,11 @@ class RankFiles:
         self.num_shards = 0
         self._shard_bytes = 0
         _claim(path, self.directory, overwrite=overwrite)
-        remote = isinstance(self.directory, RemotePath)
-        self._segments = RemoteSegments(self.directory) if remote else SegmentWriter(self.directory)
+        self._segments = (
+            RemoteSegments(self.directory)
+            if isinstance(self.directory, RemotePath)
+            else SegmentWriter(self.directory)
+        )
         frame = {
             "type": "header",
             "schema_version": SCHEMA_VERSION,
