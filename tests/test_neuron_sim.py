@@ -131,6 +131,11 @@ def test_a_dispatch_recorder_around_compiled_device_code_is_refused(modules: Any
     assert kind == "ConfigError" and "level='op' around a compiled Neuron model" in message
 
 
+def test_the_python_of_the_guide_runs(modules: Any) -> None:  # docs/neuron.md
+    guide = modules[1]["guide"]
+    assert guide["verdict"] == "match" and len(guide["captures"]) == 2
+
+
 def test_a_silent_eager_fallback_is_a_loud_error(modules: Any) -> None:
     errors = modules[1]["faults"]
     assert list(errors) == ["eager_fallback"]

@@ -7,11 +7,14 @@ leaves traces in FOLDER and `facts.json`. It is a program of its own because the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,8 +40,30 @@ def main(folder: Path) -> None:
         "faults": record_faults(folder, compiler, on_device, device_ids),
         "manifest": lanes.manifest(compile_backend="neuron"),
         "refused": refused(folder, on_device),
+        "guide": run_guide(folder, model, ids),
     }
     (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def run_guide(folder: Path, model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
+    """The Python of docs/neuron.md, with `torch.jit.trace` in the place of the tracing compiler."""
+    guide = Path(__file__).parents[2] / "docs" / "neuron.md"
+    compiled, traced = re.findall(r"^```python\n(.*?)^```$", guide.read_text(), re.MULTILINE | re.DOTALL)
+    layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))})
+    layers.forward = lambda x: layers["layers"][1](layers["layers"][0](x).relu())  # type: ignore[method-assign]
+    names: dict[str, Any] = {"dt": dt, "torch": torch}
+    with contextlib.chdir(folder), torch.no_grad():
+        with dt.record("cpu.trace", model, save="tensors"):
+            model(ids)
+        exec(compiled, {**names, "model": copy.deepcopy(model).to("neuron"), "ids": ids.to("neuron")})
+        names |= {
+            "model": layers,
+            "x": torch.randn(2, 8),
+            "torch_neuronx": SimpleNamespace(trace=torch.jit.trace),
+        }
+        exec(traced, names)
+        verdict = dt.align("cpu.trace", "neuron.trace").verdict
+    return {"verdict": verdict, "captures": sorted(names["captures"])}
 
 
 def basics() -> dict[str, Any]:
