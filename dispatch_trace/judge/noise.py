@@ -213,8 +213,6 @@ class NoisePass:
             state.flags |= {("random", record.seq)}
         if state.explained:
             state.noise = state.clean = difference.rho
-            if budget.tainted:  # or what is granted would grow with each step behind a defect
-                state.clean = min(difference.rho, math.hypot(budget.clean, ref_noise))
             strict = self.floored(self.band(math.hypot(budget.free, ref_noise), difference), link)
             state.flags = frozenset(budget.flags)
             if within(difference, strict):
