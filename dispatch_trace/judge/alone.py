@@ -93,11 +93,18 @@ class Siblings:
         odd, back = self._odd[form], self._back[form]
         if back >= MIN_ALIKE:
             return odd <= MAX_SHARE * (odd + back)
-        if name not in _UNORDERED and runs_here(self._pairing.target):
+        lone = name not in _UNORDERED and not self._is_another_kernel(record.overload)
+        if lone and runs_here(self._pairing.target):
             known = self._of_ref[form]
             return known > 0 if form in self._of_ref else self._are_few()
         error, native = evidence.get("local_error", 0.0), evidence.get("native_error", math.inf)
         return self._are_few() and bool(error > MARGIN * native)
+
+    def _is_another_kernel(self, overload: str) -> bool:
+        """Whether no result of an op comes back, of several in whatever form: they have a kernel of their own,
+        or one that gives something else each time; a faulty one is told by its error."""
+        odd = sum(count for form, count in self._odd.items() if form[0] == overload)
+        return odd > 1 and not any(form[0] == overload for form in self._back)
 
     def _are_few(self) -> bool:
         ran = self._execution
