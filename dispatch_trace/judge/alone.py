@@ -101,8 +101,11 @@ class Siblings:
         return self._are_few() and bool(error > MARGIN * native)
 
     def _is_another_kernel(self, overload: str) -> bool:
-        """Whether no result of an op comes back, of several in whatever form: they have a kernel of their own,
-        or one that gives something else each time; a faulty one is told by its error."""
+        """Whether no result of an op comes back, of several in whatever form.
+
+        They then have a kernel of their own, or one that gives something else each time; a faulty one is told
+        by its error.
+        """
         odd = sum(count for form, count in self._odd.items() if form[0] == overload)
         return odd > 1 and not any(form[0] == overload for form in self._back)
 
