@@ -389,3 +389,14 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_defect(tmp_path: Path) -
     ref = train(tmp_path / "ref", Shift().double(), batch().double(), "tensors")
     target = train(tmp_path / "target", Shift(), batch(), "tensors")
     assert dt.align(ref, target).verdict == "match"
+
+
+def test_one_op_in_the_place_of_many_modules_blames_what_is_around_them(tmp_path: Path) -> None:
+    """torch runs a whole encoder layer as one op only where both norms have one epsilon."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    other = changed(lambda m: setattr(m.layers[1].norm2, "eps", 1e-2), model)
+    found = align_models(tmp_path, model, other, torch.randn(2, 5, 32))
+    assert found.first is not None and (found.first.module, found.first.op) == ("layers.1", None)
+    assert "layers.1.norm1" in found.first.evidence["candidates"]

@@ -26,6 +26,8 @@ from dispatch_trace.judge.sites import Sites, source_of
 from dispatch_trace.judge.unfed import ELEMENTWISE, UnfedBlame
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
+# Module calls that one op of the reference is spread over, from which on it stands for them all.
+_MANY_CALLS = 3
 _MAX_NAMED = 5
 # Written out by hand these become so many ops that none of them answers for the whole.
 _FUSED = frozenset({"attention", "layer_norm", "rms_norm", "group_norm", "batch_norm"})
@@ -369,6 +371,13 @@ class Blame:
                 evidence["arguments"] = {"scale": [ref_scale, scale]}
                 return self._sites.finding(record, record.op, "argument", evidence, state)
             return self._sites.finding(candidates[0], None, "structure", evidence, state)
+        calls = list(dict.fromkeys(self._target.call_of(r) for r in [*region.only_target, region.target]))
+        if len(region.only_ref) == 1 and len(calls) >= _MANY_CALLS:
+            # One op stands for modules of the target: which of them is wrong is not known.
+            evidence["candidates"] = [call.path for call in calls][:_MAX_NAMED]
+            return self._sites.finding(
+                around_all(calls), None, "structure", evidence, state, where=region.target
+            )
         chosen = next((r for r in candidates if not self._regions.has_twin(r, region)), region.target)
         return self._sites.finding(chosen, chosen.op, "structure", evidence, state)
 
