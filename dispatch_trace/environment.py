@@ -21,7 +21,8 @@ SWITCH = "DISPATCH_TRACE"
 PREFIX = "DISPATCH_TRACE_"
 ON = ("1", "true", "yes", "on")
 OFF = ("", "0", "false", "no", "off")
-_OTHERS = frozenset({"DISPATCH_TRACE_DEBUG"})
+# Read elsewhere: they say how the recorder works, not what it records.
+OTHERS = frozenset({"DISPATCH_TRACE_DEBUG", "DISPATCH_TRACE_KERNEL"})
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 
 
@@ -131,7 +132,7 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
       ConfigError: a variable of ours that does not exist, or a boolean that is none.
     """
     given = {name.removeprefix(PREFIX): text for name, text in environ.items() if name.startswith(PREFIX)}
-    known = [name.removeprefix(PREFIX) for name in (*_NAMES, *_OTHERS)]
+    known = [name.removeprefix(PREFIX) for name in (*_NAMES, *OTHERS)]
     for name in given:
         if name not in known:
             raise ConfigError(f"{PREFIX}{name} is no variable of ours.{_closest(name, known)}")

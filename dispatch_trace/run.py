@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatch_trace.autostart import REPORTS_VARIABLE
-from dispatch_trace.environment import Settings, settings_from
+from dispatch_trace.environment import OTHERS, Settings, settings_from
 from dispatch_trace.errors import ConfigError, DispatchTraceError, TraceExistsError
 from dispatch_trace.report.summary import lines_of
 
@@ -137,9 +137,7 @@ def _check_free(settings: Settings) -> None:
 
 def _environment(settings: Settings, reports: str) -> dict[str, str]:
     environ = {name: text for name, text in os.environ.items() if not name.startswith("DISPATCH_TRACE")}
-    for name in ("DISPATCH_TRACE_DEBUG",):
-        if name in os.environ:
-            environ[name] = os.environ[name]
+    environ.update((name, os.environ[name]) for name in OTHERS if name in os.environ)
     paths = [str(_STARTUP), *filter(None, [environ.get("PYTHONPATH")])]
     environ.pop("_DISPATCH_TRACE_SEEN", None)
     return environ | settings.variables() | {"PYTHONPATH": os.pathsep.join(paths), REPORTS_VARIABLE: reports}

@@ -125,4 +125,14 @@ def programs(folder: Path, *imports: str) -> Iterator[Programs]:
         found.close()
 
 
+NET = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+with torch.no_grad():
+    for _ in range(3):
+        out = net(torch.ones(2, 4))
+"""
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"

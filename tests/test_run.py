@@ -7,19 +7,9 @@ from pathlib import Path
 
 import pytest
 from command_line import dispatch_trace
-from programs import EXAMPLES, Programs, programs
+from programs import EXAMPLES, NET, Programs, programs
 
 import dispatch_trace as dt
-
-NET = """
-import sys, torch
-from torch import nn
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-with torch.no_grad():
-    for _ in range(3):
-        out = net(torch.ones(2, 4))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -308,3 +298,9 @@ def test_exit_status_and_records_are_kept_however_a_program_ends(
     assert len(list(trace.find(op="aten.addmm"))) == 3
     assert trace.ranks[0].end is not None
     assert trace.ranks[0].end["aborted"] is ("raised" in said)
+
+
+def test_switch_of_the_kernel_is_a_variable_like_any_other() -> None:
+    from dispatch_trace.environment import settings_from
+
+    assert settings_from({"DISPATCH_TRACE_KERNEL": "off", "DISPATCH_TRACE_LEVEL": "module"}).level == "module"

@@ -8,18 +8,9 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, dispatch_trace, environment, run_python
+from programs import NET
 
 import dispatch_trace as dt
-
-NET = """
-import sys, torch
-from torch import nn
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-with torch.no_grad():
-    for _ in range(3):
-        out = net(torch.ones(2, 4))
-"""
 
 
 def test_program_without_models_is_an_error_of_the_command(tmp_path: Path) -> None:
