@@ -215,6 +215,7 @@ def _key(code: CodeType) -> tuple[Any, ...]:
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), slice, range})
 _torch: Any = None
+_inline: Any = None
 _active: list[Any] = []
 
 
@@ -239,12 +240,12 @@ def _assigned(function: str, *named: Any) -> Any:
 
 def _is_idle() -> bool:
     """Whether no recording is on; where code is being compiled nothing may be looked at."""
-    global _torch, _active
+    global _torch, _inline, _active
     if _torch is None:
         inline = sys.modules.get("dispatch_trace.capture.inline")
         if inline is None:
             return True
-        _torch, _active = sys.modules["torch"], inline.ACTIVE
+        _torch, _inline, _active = sys.modules["torch"], inline, inline.ACTIVE
     return bool(_torch.compiler.is_compiling()) or not _active
 
 
@@ -274,15 +275,9 @@ def _record(name: str, tensor: Any) -> None:
     caller = sys._getframe(2)
     source = (caller.f_code.co_filename, caller.f_lineno)
     for tracer in _active:
-        state = tracer.state
-        if state.busy or not tracer.active:
-            continue
-        frame = state.frame or tracer.outside_frame()
-        if frame is None or not (frame.records_module or frame.records_ops):
-            continue
-        n = frame.count(f"inline:{name}")
-        with tracer.own_ops(state):
-            tracer.put_inline(frame, name, n, tensor, source=source)
+        frame = _inline.open_frame(tracer)
+        if frame is not None:
+            _inline.put_inline(tracer, frame, name, tensor, source)
 
 
 __all__ = ["stop_all", "trace_lines"]

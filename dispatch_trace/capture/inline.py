@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from dispatch_trace.capture.frames import Frame
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.registry import TensorRegistry
 
@@ -30,16 +31,29 @@ def capture_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not ACTIVE:
         return tensor
     for tracer in ACTIVE:
-        state = tracer.state
-        if state.busy or not tracer.active:
-            continue
-        frame = state.frame or tracer.outside_frame()
-        if frame is None or not (frame.records_module or frame.records_ops):
+        frame = open_frame(tracer)
+        if frame is None:
             continue
         try:
-            n, source = frame.count(f"inline:{name}"), tracer.find_source(2)
-            with tracer.own_ops(state):
-                tracer.put_inline(frame, name, n, tensor, source=source)
+            put_inline(tracer, frame, name, tensor, tracer.find_source(2))
         except Exception as error:
             tracer.fault(error)
     return tensor
+
+
+def open_frame(tracer: Tracer) -> Frame | None:
+    """The frame that an inline capture of this thread belongs to; None where nothing is recorded now."""
+    state = tracer.state
+    if state.busy or not tracer.active:
+        return None
+    frame = state.frame or tracer.outside_frame()
+    return frame if frame is not None and (frame.records_module or frame.records_ops) else None
+
+
+def put_inline(
+    tracer: Tracer, frame: Frame, name: str, tensor: torch.Tensor, source: tuple[str, int] | None
+) -> None:
+    """Records a tensor under a name in a frame, where names that are used again are counted."""
+    n = frame.count(f"inline:{name}")
+    with tracer.own_ops(tracer.state):
+        tracer.put_inline(frame, name, n, tensor, source=source)
