@@ -367,6 +367,13 @@ class DumpRank(RankReader):
         return list(dict.fromkeys(problems))
 
 
+def of_one_world(ranks: list[RankReader]) -> list[RankReader]:
+    """The same ranks, whose headers now say how many there are."""
+    for reader in ranks:
+        reader.header["world_size"] = len(ranks)
+    return ranks
+
+
 def make_header(
     records: Iterable[DumpRecord],
     *,

@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, Measured, Plain, make_header
+from dispatch_trace.compat.dump import (
+    DumpRank,
+    DumpRecord,
+    DumpSlot,
+    Measured,
+    Plain,
+    make_header,
+    of_one_world,
+)
 from dispatch_trace.compat.figures import UNKNOWN_SHAPE, moments
 from dispatch_trace.compat.order import opened_by_path
 from dispatch_trace.errors import TraceFormatError
@@ -77,9 +85,7 @@ def open_ranks(path: Path) -> list[RankReader]:
     for part in parts:
         by_rank[part.rank or 0].append(part)
     ranks: list[RankReader] = [_Rank(path, rank, mine).open() for rank, mine in sorted(by_rank.items())]
-    for reader in ranks:
-        reader.header["world_size"] = len(ranks)
-    return ranks
+    return of_one_world(ranks)
 
 
 @dataclass(frozen=True, slots=True)

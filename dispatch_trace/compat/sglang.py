@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, Plain, make_header
+from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, Plain, make_header, of_one_world
 from dispatch_trace.compat.order import CallCounter, is_beneath
 from dispatch_trace.schema import StepInfo
 from dispatch_trace.slot_names import slot_key
@@ -77,9 +77,7 @@ def open_ranks(path: Path) -> list[RankReader]:
         ).open()
         for done, (rank, files) in enumerate(sorted(by_rank.items()))
     ]
-    for reader in ranks:
-        reader.header["world_size"] = len(ranks)
-    return ranks
+    return of_one_world(ranks)
 
 
 @dataclass(frozen=True, slots=True)

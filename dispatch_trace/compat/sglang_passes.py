@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, make_header
+from dispatch_trace.compat.dump import DumpRank, DumpRecord, DumpSlot, make_header, of_one_world
 from dispatch_trace.compat.order import opened_by_path
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.schema import StepInfo
@@ -60,9 +60,7 @@ def open_ranks(path: Path) -> list[RankReader]:
                 f"{path} holds {len(found)} dumps of rank {rank}: {names}. Give one of these directories."
             )
     ranks: list[RankReader] = [_rank(path, rank, found[0]) for rank, found in sorted(folders.items())]
-    for reader in ranks:
-        reader.header["world_size"] = len(ranks)
-    return ranks
+    return of_one_world(ranks)
 
 
 def _folders(path: Path) -> list[tuple[Path, int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from dispatch_trace.compat.dump import OUT, DumpRank, DumpRecord, DumpSlot, make_header
+from dispatch_trace.compat.dump import OUT, DumpRank, DumpRecord, DumpSlot, make_header, of_one_world
 from dispatch_trace.compat.order import in_path_order
 from dispatch_trace.compat.vllm_neuron_names import MANUAL, inline_captures, unquote
 from dispatch_trace.compat.vllm_neuron_scan import Replica, Scan, replica_directories
@@ -66,9 +66,7 @@ def open_ranks(root: Path) -> list[RankReader]:
             )
             first = [] if ranks else problems
             ranks.append(_rank(root, mine, dp, tp, tp_size, [*first, *shared]))
-    for reader in ranks:
-        reader.header["world_size"] = len(ranks)
-    return ranks
+    return of_one_world(ranks)
 
 
 # Ranks ------------------------------------------------------------------------------------------------
