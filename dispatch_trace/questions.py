@@ -17,10 +17,10 @@ import numpy.typing as npt
 from dispatch_trace.align.lens import STRIDE
 from dispatch_trace.align.pairs import Pair, main_slots
 from dispatch_trace.errors import ConfigError, NoMatchError, NotExecutableError
+from dispatch_trace.export.rows import flat_pair
 from dispatch_trace.judge.findings import NEVER_FATAL, Finding
 from dispatch_trace.metrics import as_numpy, errors_by
 from dispatch_trace.patterns import closest_paths, compile_select, select_modules
-from dispatch_trace.report.facts import pair_row
 from dispatch_trace.report.listing import what
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 from dispatch_trace.session import Record
@@ -43,7 +43,7 @@ BAR = 24
 
 def pair_table(pairs: Iterable[Pair], title: str = "") -> Table[Pair]:
     """Pairs as rows: where, what, error and band."""
-    return Table(pairs, _cells, frame=_flat, title=title)
+    return Table(pairs, _cells, frame=flat_pair, title=title)
 
 
 def pairs_of(alignment: Alignment, pattern: str) -> Table[Pair]:
@@ -500,16 +500,6 @@ def _cells(pair: Pair) -> dict[str, Any]:
         "band": pair.band,
         "label": pair.label,
     }
-
-
-def _flat(pair: Pair) -> dict[str, Any]:
-    """A pair as one row of plain columns: the site of either side with a prefix, then the rest."""
-    row = pair_row(pair)
-    flat: dict[str, Any] = {}
-    for side in ("target", "ref"):
-        site = row.pop(side) or {}
-        flat.update((f"{side}_{name}", value) for name, value in site.items())
-    return {**flat, **row}
 
 
 def _trail_cells(row: RowError) -> dict[str, Any]:

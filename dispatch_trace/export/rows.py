@@ -111,20 +111,24 @@ def record_rows(ranks: Sequence[RankReader]) -> Iterator[dict[str, Any]]:
 
 def pair_rows(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
     """A row for each pair, and for each record without a partner."""
-    for pair in pairs:
-        row: dict[str, Any] = {}
-        for side, record in (("ref", pair.ref), ("target", pair.target)):
-            if record is not None:
-                row |= {f"{side}_{name}": value for name, value in site_of(record).items()}
-        worst = pair.worst_row
-        yield row | {
-            "outcome": pair.outcome,
-            "method": pair.method,
-            "confidence": pair.confidence,
-            "error": pair.error,
-            "band": pair.band,
-            "label": pair.label,
-            "worst_row": None if worst is None else json.dumps([int(index) for index in worst[0]]),
-            "worst_row_error": None if worst is None else worst[1],
-            "notes": "; ".join(pair.notes),
-        }
+    return map(flat_pair, pairs)
+
+
+def flat_pair(pair: Pair) -> dict[str, Any]:
+    """A pair as one row: the sites of both sides, each name with its side in front, then what was found."""
+    row: dict[str, Any] = {}
+    for side, record in (("ref", pair.ref), ("target", pair.target)):
+        if record is not None:
+            row |= {f"{side}_{name}": value for name, value in site_of(record).items()}
+    worst = pair.worst_row
+    return row | {
+        "outcome": pair.outcome,
+        "method": pair.method,
+        "confidence": pair.confidence,
+        "error": pair.error,
+        "band": pair.band,
+        "label": pair.label,
+        "worst_row": None if worst is None else json.dumps([int(index) for index in worst[0]]),
+        "worst_row_error": None if worst is None else worst[1],
+        "notes": "; ".join(pair.notes),
+    }

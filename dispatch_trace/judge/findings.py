@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -101,6 +102,19 @@ class Judgement:
     coverage: dict[str, Any]
     notices: list[str]
     reasons: list[str]
+
+
+def row_of(pairs: Sequence[Pair], finding: Finding) -> int | None:
+    """The row that a finding is about: that of its record, else the first of its module in that step."""
+    for number, pair in enumerate(pairs):
+        record, seq = (pair.ref, finding.ref_seq) if finding.seq < 0 else (pair.target, finding.seq)
+        if record is not None and record.seq == seq:
+            return number
+    for number, pair in enumerate(pairs):
+        record = pair.target or pair.ref
+        if record is not None and (record.module, record.step) == (finding.module, finding.step):
+            return number
+    return None
 
 
 def demoted(finding: Finding, why: str) -> Finding:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from dispatch_trace.align.lens import STRIDE
 from dispatch_trace.align.pairs import Pair, main_slots
 from dispatch_trace.errors import DispatchTraceError
-from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.findings import Finding, row_of
 from dispatch_trace.report.listing import argument, stats_of, what
 from dispatch_trace.report.table import shorten
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -57,7 +57,7 @@ class Rows:
         self.pairs = pairs
         self._readers = (ref, target)
         self.by_seq = _by_seq(pairs)
-        self.finding_rows = [self._row_of(finding) for finding in findings]
+        self.finding_rows = [row_of(pairs, finding) for finding in findings]
         self._about: dict[int, Finding] = {}
         for row, finding in zip(self.finding_rows, findings, strict=True):
             if row is not None:
@@ -98,19 +98,6 @@ class Rows:
         return found if row is None else [*found, ("out", row)]
 
     # ----------------------------------------------------------------------------------------------
-
-    def _row_of(self, finding: Finding) -> int | None:
-        """The row of a finding: of its record, else the first of its module call."""
-        key = (0, finding.ref_seq) if finding.seq < 0 else (1, finding.seq)
-        for number, pair in enumerate(self.pairs):
-            record = pair.target if key[0] else pair.ref
-            if record is not None and record.seq == key[1]:
-                return number
-        for number, pair in enumerate(self.pairs):
-            record = pair.target or pair.ref
-            if record is not None and (record.module, record.step) == (finding.module, finding.step):
-                return number
-        return None
 
     def _row(self, number: int, pair: Pair) -> dict[str, Any]:
         texts = self.texts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dispatch_trace.align.pairs import Pair
 from dispatch_trace.errors import ConfigError
-from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.findings import Finding, row_of
 from dispatch_trace.report.table import module_name, plain, shorten
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def error_curve(
         label="error",
     )
     for finding in findings:
-        at = _position(shown, finding)
+        at = row_of(shown, finding)
         if at is not None:
             _mark(ax, at, max(errors[at], floor), finding, first=finding is findings[0])
     ax.set_yscale("log")
@@ -109,14 +109,6 @@ def _mark(ax: Axes, at: int, error: float, finding: Finding, *, first: bool) -> 
             ha="right" if left else "left",
             fontsize="small",
         )
-
-
-def _position(shown: Sequence[Pair], finding: Finding) -> int | None:
-    for number, pair in enumerate(shown):
-        record, seq = (pair.ref, finding.ref_seq) if finding.seq < 0 else (pair.target, finding.seq)
-        if record is not None and record.seq == seq:
-            return number
-    return None
 
 
 def _ticks(ax: Axes, shown: Sequence[Pair]) -> None:

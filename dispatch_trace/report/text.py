@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from dispatch_trace.align.pairs import Pair
-from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.findings import Finding, row_of
 from dispatch_trace.report.listing import what
 from dispatch_trace.report.table import WIDTH, columns, module_name, number, plain, plural, share, shorten
 
@@ -188,7 +188,7 @@ def _rows_around(found: AlignmentLike, first: Finding | None) -> list[str]:
     shown = [pair for pair in found.pairs if _is_shown(pair)]
     if first is None:
         return _nearest_rows(shown)
-    at = _position(shown, first)
+    at = row_of(shown, first)
     if at is None:
         return []
     begin = max(0, at - ROWS_BEFORE)
@@ -221,19 +221,6 @@ def _is_shown(pair: Pair) -> bool:
     if record is None or pair.outcome == "deselected":
         return False
     return bool(pair.label) or not (record.light or record.kind == "param")
-
-
-def _position(shown: Sequence[Pair], first: Finding) -> int | None:
-    """The row that the finding is about: that of its record, else the first of its module call."""
-    for i, pair in enumerate(shown):
-        record, seq = (pair.ref, first.ref_seq) if first.seq < 0 else (pair.target, first.seq)
-        if record is not None and record.seq == seq:
-            return i
-    for i, pair in enumerate(shown):
-        record = pair.target or pair.ref
-        if record is not None and (record.module, record.step) == (first.module, first.step):
-            return i
-    return None
 
 
 def _row(pair: Pair, finding: Finding | None) -> list[str]:
