@@ -17,6 +17,7 @@ from dispatch_trace.align.canon import short
 from dispatch_trace.align.steps import StepKey
 from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.view import ReaderView
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 STRIDE = 1 << 40
 
 
-class StepLens(RankReader):
+class StepLens(ReaderView):
     """A reader of the records of some steps.
 
     Attributes:
@@ -41,8 +42,7 @@ class StepLens(RankReader):
           left_out: steps whose records are counted as left out by rule.
           outside: records before the first step show.
         """
-        self.__dict__.update(reader.__dict__)  # a view: nothing is scanned again
-        self._whole = reader
+        super().__init__(reader)
         self._shown = frozenset(shown)
         self._leaving = frozenset(left_out)
         self._outside = outside

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
-from dispatch_trace.schema import StoredContent, StoredRecord
+from dispatch_trace.schema import StoredRecord
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.view import ReaderView
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _Module: TypeAlias = tuple[str, str]  # model, path
 
@@ -74,18 +73,17 @@ def _sites(
     return names, calls
 
 
-class _Named(RankReader):
+class _Named(ReaderView):
     """A view of a rank; only module records look different."""
 
     def __init__(self, reader: RankReader, names: dict[_Module, str], calls: dict[_Module, int]) -> None:
-        self.__dict__.update(reader.__dict__)  # a view: nothing is read again
-        self._unnamed = reader
+        super().__init__(reader)
         self._names = names
         self._calls = calls if keeps_last_call(reader) else {}
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
         call = where.pop("call", None)
-        for record in self._unnamed.records(**where):
+        for record in self._whole.records(**where):
             named = self._record(record)
             if call is None or named.call == call:
                 yield named
@@ -102,22 +100,4 @@ class _Named(RankReader):
         return replace(record, call=self._calls.get(module, record.call), slots=tuple(slots))
 
     def record(self, seq: int) -> StoredRecord:
-        return self._record(self._unnamed.record(seq))
-
-    def content(self, id: int) -> StoredContent:
-        return self._unnamed.content(id)
-
-    def contents(self) -> Iterator[StoredContent]:
-        return self._unnamed.contents()
-
-    def sketch(self, id: int) -> np.ndarray[Any, Any] | None:
-        return self._unnamed.sketch(id)
-
-    def array(self, id: int) -> np.ndarray[Any, Any] | None:
-        return self._unnamed.array(id)
-
-    def tensor(self, id: int) -> torch.Tensor:
-        return self._unnamed.tensor(id)
-
-    def verify(self) -> list[str]:
-        return self._unnamed.verify()
+        return self._record(self._whole.record(seq))

@@ -13,6 +13,7 @@ from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.executable import check_executable
 from dispatch_trace.schema import StoredContent
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.view import ReaderView
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +25,7 @@ MAX_BYTES = 1 << 30
 Progress = Callable[[int, int], None]
 
 
-class RebuiltReader(RankReader):
+class RebuiltReader(ReaderView):
     """A reader that holds data of contents whose data is not in the trace."""
 
     def __init__(self, reader: RankReader, progress: Progress | None = None) -> None:
@@ -35,33 +36,32 @@ class RebuiltReader(RankReader):
         Raises:
           DispatchTraceError: it cannot be run again, or cannot be read.
         """
-        self.__dict__.update(reader.__dict__)
-        self._recorded = reader
+        super().__init__(reader)
         self._made: dict[int, torch.Tensor] = {}
         self._run(progress)
 
     def content(self, id: int) -> StoredContent:
-        found = self._recorded.content(id)
+        found = self._whole.content(id)
         return replace(found, has_data=True) if id in self._made else found
 
     def array(self, id: int) -> np.ndarray[Any, Any] | None:
-        return None if id in self._made else self._recorded.array(id)
+        return None if id in self._made else self._whole.array(id)
 
     def tensor(self, id: int) -> torch.Tensor:
         found = self._made.get(id)
-        return self._recorded.tensor(id) if found is None else found
+        return self._whole.tensor(id) if found is None else found
 
     def _run(self, progress: Progress | None) -> None:
         from dispatch_trace import execute
         from dispatch_trace.store.layouts import content_hash
 
         left = MAX_BYTES
-        for record, values in execute.iterate(self._recorded, progress=progress):
+        for record, values in execute.iterate(self._whole, progress=progress):
             for slot in record.slots:
                 value = values.get(slot.name)
                 if value is None or slot.role == "in" or slot.content < 0 or slot.content in self._made:
                     continue
-                known, size = self._recorded.content(slot.content), value.numel() * value.element_size()
+                known, size = self._whole.content(slot.content), value.numel() * value.element_size()
                 if known.has_data or not known.hash or size > left:
                     continue
                 if content_hash(value) == known.hash:

@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dispatch_trace.align.content import arrays_difference
-from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
+from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.view import ReaderView
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _STATE = re.compile(r"out\.hidden_states\[(\d+)\]")
 _LAYER = re.compile(r"(?:(.+)\.)?(\d+)")
@@ -158,7 +157,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-class _Placed(RankReader):
+class _Placed(ReaderView):
     """A view of a rank of saved states: records of layers in place of the root's."""
 
     def __init__(
@@ -167,8 +166,7 @@ class _Placed(RankReader):
         places: list[tuple[StoredRecord, StoredSlot | None, StoredSlot | None]],
         root: StoredRecord,
     ) -> None:
-        self.__dict__.update(saved.__dict__)  # a view: nothing is read again
-        self._saved = saved
+        super().__init__(saved)
         self.header = {**saved.header, "options": {**saved.header["options"], "root": False, "inputs": True}}
         records = [_record(*place) for place in places]
         # What else the file holds ran before, as far as anybody knows.
@@ -187,24 +185,6 @@ class _Placed(RankReader):
 
     def record(self, seq: int) -> StoredRecord:
         return self._records_here[seq]
-
-    def content(self, id: int) -> StoredContent:
-        return self._saved.content(id)
-
-    def contents(self) -> Iterator[StoredContent]:
-        return self._saved.contents()
-
-    def sketch(self, id: int) -> np.ndarray[Any, Any] | None:
-        return self._saved.sketch(id)
-
-    def array(self, id: int) -> np.ndarray[Any, Any] | None:
-        return self._saved.array(id)
-
-    def tensor(self, id: int) -> torch.Tensor:
-        return self._saved.tensor(id)
-
-    def verify(self) -> list[str]:
-        return self._saved.verify()
 
 
 def _record(layer: StoredRecord, read: StoredSlot | None, out: StoredSlot | None) -> StoredRecord:
