@@ -26,6 +26,7 @@ from torch import nn
 
 from dispatch_trace.alignment import align
 from dispatch_trace.errors import ConfigError
+from dispatch_trace.programs import size_on_disk
 from dispatch_trace.recorder import record
 from dispatch_trace.report import text
 from dispatch_trace.report.table import columns, module_name, shorten, size
@@ -201,7 +202,7 @@ def _record(variant: Variant, model: nn.Module, inputs: dict[str, torch.Tensor],
         with recording.step(valid_lengths=inputs["attention_mask"].sum(1)):
             built(**inputs)
         num_records = recording.num_records
-    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    num_bytes = size_on_disk(path)
     seconds = time.perf_counter() - start
     print(f"recorded  {variant.what:<46} {num_records:5} records  {size(num_bytes):>7}  {seconds:4.1f} s")
 

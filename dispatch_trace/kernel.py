@@ -23,7 +23,6 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from dispatch_trace import sketch as sketches
 from dispatch_trace.moments import ByteMoments, Totals, Value
+from dispatch_trace.processor import build_target
 from dispatch_trace.sketch import BLOCK, BLOCKS_PER_CHUNK, LENGTHS, SEED_BLOCK, SEED_POSITION, K
 
 SWITCH = "DISPATCH_TRACE_KERNEL"
@@ -287,7 +287,7 @@ def _built() -> Path:
         "SEED_BLOCK": f"{SEED_BLOCK}u",
     }
     command = [compiler, *_FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
-    facts = [*command, _SOURCE.read_text(encoding="utf-8"), platform.machine(), _processor()]
+    facts = [*command, _SOURCE.read_text(encoding="utf-8"), platform.machine(), build_target()]
     facts.append(str(Path(compiler).resolve().stat().st_mtime_ns))
     name = f"kernel-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:24]}.so"
     folder = _folder()
@@ -324,17 +324,6 @@ def _folder() -> Path:
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise OSError(f"{folder} can be written to by others")
     return folder
-
-
-@lru_cache(maxsize=1)
-def _processor() -> str:
-    """What the code may be made for: a cache may be shared by machines that differ."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 __all__ = ["Kernel", "Running", "address", "find", "takes_whole", "why_not"]

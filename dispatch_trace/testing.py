@@ -187,7 +187,9 @@ class Regression:
 
 def golden_size(path: str | os.PathLike[str]) -> str:
     """The size of a trace's files, for people."""
-    return size(sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file()))
+    from dispatch_trace.programs import size_on_disk
+
+    return size(size_on_disk(Path(path)))
 
 
 __all__ = ["MissingGolden", "Regression", "assert_match", "golden_size"]

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, as_completed
+from contextlib import ExitStack
 from functools import lru_cache
 
 from dispatch_trace.align.content import Comparer, Difference
@@ -43,18 +44,19 @@ def compare_ahead(
     Returns: how many pairs were compared.
     """
     num_compared = 0
-    for one in pairing.rounds:
-        tasks = _tasks(one)
-        total = sum(size for _, size in tasks)
-        if not tasks or (executor is None and (total < WORTHWHILE_BYTES or (os.cpu_count() or 1) < 2)):
-            continue
-        ref, target = one.comparer.ref, one.comparer.target
-        sides = (str(ref.path), ref.rank), (str(target.path), target.rank)
-        if executor is not None:
+    with ExitStack() as stack:
+        for one in pairing.rounds:
+            tasks = _tasks(one)
+            total = sum(size for _, size in tasks)
+            if not tasks:
+                continue
+            if executor is None:
+                if total < WORTHWHILE_BYTES or (os.cpu_count() or 1) < 2:
+                    continue
+                executor = stack.enter_context(LocalProcesses())  # for the rounds that follow as well
+            ref, target = one.comparer.ref, one.comparer.target
+            sides = (str(ref.path), ref.rank), (str(target.path), target.rank)
             num_compared += _run(executor, one.comparer, sides, tasks, total, progress)
-        else:
-            with LocalProcesses() as processes:
-                num_compared += _run(processes, one.comparer, sides, tasks, total, progress)
     return num_compared
 
 
