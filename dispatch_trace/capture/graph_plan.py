@@ -160,17 +160,6 @@ def entries_of(node: torch.fx.Node) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def names_of(graph: torch.fx.Graph) -> dict[int, str]:
-    """Dynamo's name of every module that a graph mentions (`L['self'].layers.0`), by id."""
-    names: dict[int, str] = {}
-    for node in graph.nodes:
-        for key, value in (node.meta.get("nn_module_stack") or {}).items():
-            identity = str(key).partition("@")[0]
-            if identity.isdigit():
-                names[int(identity)] = str(value[0])
-    return names
-
-
 def num_entries(graph: torch.fx.Graph) -> dict[int, int]:
     """How often a Dynamo graph enters each module."""
     counts: dict[int, int] = {}
