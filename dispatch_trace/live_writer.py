@@ -19,12 +19,13 @@ AROUND = 3
 
 
 def live_judge(
-    against: str | os.PathLike[str], on_divergence: Any, options: RecordOptions, *, rank: int
+    against: str | os.PathLike[str], on_divergence: Any, rename: Any, options: RecordOptions, *, rank: int
 ) -> LiveJudge:
     """A judge with the reference's part of this rank.
 
     Raises:
       ConfigError: the recording takes no values, or the reference has no such rank.
+      RenameError: rules that contradict each other.
       NotATraceError, TraceFormatError, SchemaVersionError: of the reference.
     """
     action_of(on_divergence)
@@ -35,7 +36,7 @@ def live_judge(
     ranks = {reader.rank: reader for reader in open_ranks(against)}
     if rank not in ranks:
         raise ConfigError(f"against: {os.fspath(against)} has no rank {rank}.")
-    return LiveJudge(ranks[rank], on_divergence)
+    return LiveJudge(ranks[rank], on_divergence, rename)
 
 
 class WatchedWriter(TraceWriter):

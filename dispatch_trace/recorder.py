@@ -93,6 +93,7 @@ class record:
 
     Raises:
       ConfigError, PatternError, NoMatchError, TraceExistsError: on entry.
+      RenameError: on entry, or where the root is called: with `against` and modules of other names.
       HookAfterCompileError: on entry, where a compiled model has run before and `recompile` is off.
       CaptureError: at the end, where nothing was captured, or the recorder failed and
         `on_error="raise"`.
@@ -121,6 +122,7 @@ class record:
         max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
         against: str | os.PathLike[str] | None = None,
         on_divergence: str | Callable[[Any], object] = "note",
+        rename: Any = None,
     ) -> None:
         self.path = place(path)
         self._models = _named_models(model)
@@ -146,7 +148,9 @@ class record:
         self._overwrite = overwrite
         self._max_bytes = max_bytes
         self._max_pending_bytes = max_pending_bytes
-        self._live = None if against is None else _live_judge(against, on_divergence, self._options)
+        if rename is not None and against is None:
+            raise ConfigError("rename: rules are for against=; without it, give them to dt.align.")
+        self._live = None if against is None else _live_judge(against, on_divergence, rename, self._options)
         self._tracer: Tracer | None = None
         self._modules: ModuleRecorder | None = None
         self._regions: Regions | None = None
@@ -163,6 +167,8 @@ class record:
             paths = sorted({path for m in models.values() for path, _, _ in walk_modules(m)})
             for pattern in options.select:
                 select_modules([pattern], paths)
+        if self._live is not None and models:
+            self._live.check_paths([path for m in models.values() for path, _, _ in walk_modules(m)])
         regions = find_regions(models.values())
         if not self._recompile:
             check_fresh(regions)
@@ -321,6 +327,8 @@ class record:
 
     def _on_root_adopted(self, name: str, root: torch.nn.Module) -> None:
         """The header was written before the root was known."""
+        if self._live is not None:
+            self._live.check_paths([path for path, _, _ in walk_modules(root)])
         if self._tracer is not None:
             fields = model_fields({name: root})
             self._tracer.writer.amend_header(fields if self._finder is None else self._finder.header(fields))
@@ -339,10 +347,10 @@ class record:
         return f"{self.path}: nothing was recorded: {why}."
 
 
-def _live_judge(against: Any, on_divergence: Any, options: RecordOptions) -> LiveJudge:
+def _live_judge(against: Any, on_divergence: Any, rename: Any, options: RecordOptions) -> LiveJudge:
     from dispatch_trace.live_writer import live_judge  # and aligner: a plain recording has no use for them
 
-    return live_judge(against, on_divergence, options, rank=current_rank())
+    return live_judge(against, on_divergence, rename, options, rank=current_rank())
 
 
 def _watched_writer(judge: LiveJudge, *args: Any, **kwargs: Any) -> TraceWriter:

@@ -26,6 +26,7 @@ import mutants  # noqa: E402
 import torch  # noqa: E402
 from mutation import kernels, rounding  # noqa: E402
 from mutation.cases import ARCHS, CLEAN, MUTANTS, Draw, Subject, Truth, build, mutant, while_running  # noqa: E402
+from mutation.ways import Answer, hunt_pair, live_pair, record_pair  # noqa: E402
 
 import dispatch_trace as dt  # noqa: E402
 
@@ -143,7 +144,7 @@ def _check_planted(name: str, directory: Path, seed: int = 0) -> None:
     assert (changes == "weights") == _parameters_differ(built.subject), f"{name} changes {changes}"
     for path in (truth.module, *truth.accept_modules):
         built.subject.reference.get_submodule(path)
-    _, target = mutants.record_pair(built, directory, "meta")
+    _, target = record_pair(built.subject, directory, "meta")
     ops = {record.op for record in dt.open(target).find(kind="op", module=truth.module, call=truth.call)}
     if truth.ops is not None:
         assert ops & set(truth.ops), f"{name}: none of {truth.ops} among {ops}"
@@ -241,7 +242,7 @@ def test_a_kernel_fault_hits_one_op_of_one_body() -> None:
 def test_a_fault_sits_below_the_recorder(tmp_path: Path) -> None:
     """The trace holds the same ops, and the wrong value as the op's own result."""
     built = build("llama-kernel_scaled-0", 0)
-    traces = [dt.open(path) for path in mutants.record_pair(built, tmp_path, "stats")]
+    traces = [dt.open(path) for path in record_pair(built.subject, tmp_path, "stats")]
     ops = [[record.op for record in trace.records if record.kind == "op"] for trace in traces]
     assert ops[0] == ops[1]
     assert built.truth is not None and built.truth.ops is not None
@@ -270,9 +271,9 @@ def test_a_faulty_kernel_spoils_one_result(kind: str, precision: Any, tmp_path: 
     built = build(f"llama-{kind}-0", 0, precision)
     truth = built.truth
     assert truth is not None and truth.ops is not None
-    spoilt = dt.open(mutants.record_pair(built, tmp_path / "spoilt", "stats")[1])
+    spoilt = dt.open(record_pair(built.subject, tmp_path / "spoilt", "stats")[1])
     built.subject.around_target.clear()
-    sound = dt.open(mutants.record_pair(built, tmp_path / "sound", "stats")[1])
+    sound = dt.open(record_pair(built.subject, tmp_path / "sound", "stats")[1])
     pairs = [p for p in zip(sound.records, spoilt.records, strict=True) if p[0].kind == "op"]
     first = next(b for a, b in pairs if _results(a) != _results(b))
     assert (first.module, first.call, first.op, first.n) == (truth.module, truth.call, truth.ops[0], truth.n)
@@ -339,34 +340,50 @@ def test_a_bug_that_never_reaches_the_output_is_an_error() -> None:
     assert "none of 10 draws reached the output" in row.error
 
 
-class _Answer:
-    """An alignment's answer, as far as the bench reads it."""
-
-    def __init__(self, verdict: str, module: str | None = None, op: str | None = None, call: int = 0) -> None:
-        self.verdict = verdict
-        finding = dt.Finding(module=module or "", call=call, step=0, op=op, label="introduced")
-        self.first = finding if verdict == "diverged" else None
-        self.findings = [finding] if module is not None else []
+def _answer(verdict: str, module: str | None = None, op: str | None = None, call: int = 0) -> Answer:
+    finding = dt.Finding(module=module or "", call=call, step=0, op=op, label="introduced")
+    first = finding if verdict == "diverged" else None
+    return Answer(verdict=verdict, findings=[finding] if module is not None else [], first=first)
 
 
 @pytest.mark.parametrize(
     ("answer", "outcome", "op_ok"),
     [
-        (_Answer("diverged", "a.b", "aten.mm"), "located", True),
-        (_Answer("diverged", "a.c", "aten.mm"), "located", True),
-        (_Answer("diverged", "a.b", "aten.add"), "located", False),
-        (_Answer("diverged", "a.b", "aten.mm", call=1), "wrong", False),
-        (_Answer("diverged", "a", "aten.mm"), "wrong", False),
-        (_Answer("inconclusive", "a.b", "aten.mm"), "inconclusive", False),
-        (_Answer("match"), "missed", False),
+        (_answer("diverged", "a.b", "aten.mm"), "located", True),
+        (_answer("diverged", "a.c", "aten.mm"), "located", True),
+        (_answer("diverged", "a.b", "aten.add"), "located", False),
+        (_answer("diverged", "a.b", "aten.mm", call=1), "wrong", False),
+        (_answer("diverged", "a", "aten.mm"), "wrong", False),
+        (_answer("inconclusive", "a.b", "aten.mm"), "inconclusive", False),
+        (_answer("match"), "missed", False),
     ],
 )
-def test_a_mutant_is_judged_by_module_call_and_op(answer: Any, outcome: str, op_ok: bool) -> None:
+def test_a_mutant_is_judged_by_module_call_and_op(answer: Answer, outcome: str, op_ok: bool) -> None:
     truth = Truth(module="a.b", ops=("aten.mm",), accept_modules=("a.c",), what="a bug")
     row = mutants.Row(case="llama-x-0", seed=0, save="stats", changes="program")
-    mutants._judge(row, truth, answer, {})
+    mutants._judge(row, truth, answer)
     assert (row.outcome, row.op_ok) == (outcome, op_ok)
     assert row.named is (answer.findings != [] and answer.findings[0].module in ("a.b", "a.c"))
+
+
+@pytest.mark.parametrize("name", ["gemma-gate_up_order-0", "qwen-embedding_row-0"])
+def test_live_comparison_and_hunt_name_a_mutant(tmp_path: Path, name: str) -> None:
+    built = build(name, 0)
+    truth = built.truth
+    assert truth is not None
+    for ask in (live_pair, hunt_pair):
+        answer = ask(built.subject, tmp_path)
+        assert answer.verdict == "diverged", ask
+        assert (answer.first.module, answer.first.call) == (truth.module, truth.call), ask
+    assert answer.runs == 6
+    assert answer.written_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["mamba-weights_int8-0", "vit-matmul_split-0"])
+def test_live_comparison_and_hunt_let_a_clean_pair_pass(tmp_path: Path, name: str) -> None:
+    built = build(name, 0)
+    for ask in (live_pair, hunt_pair):
+        assert ask(built.subject, tmp_path).verdict == "match", ask
 
 
 def test_the_scoreboard_counts_each_outcome() -> None:

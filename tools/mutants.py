@@ -6,6 +6,8 @@
     python tools/mutants.py --seeds 1-5 --precision mixed --save leaves --arch llama,t5
     python tools/mutants.py --kernels --num 60 --save tensors    one op's result is slightly wrong
     python tools/mutants.py --only 'llama-rope*' --keep DIR    these cases, and their traces
+    python tools/mutants.py --save hunt --num 24 --num-clean 8    by `dt.hunt`, which records for itself
+    python tools/mutants.py --save live    the target is judged as it runs, against the reference's statistics
 
 Half of the mutants have changed weights. Which kinds, layers and constants is a function of the seed alone.
 With --precision mixed every target is converted to bfloat16 after its bug was planted, with bf16 both models
@@ -45,12 +47,14 @@ import mutation.models
 import mutation.program
 import mutation.rounding
 import mutation.weights  # noqa: F401
-from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Precision, Truth, Which, build, parse_name
+from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Precision, Truth, build, parse_name
 from mutation.naive import RULES, first_differing
+from mutation.ways import Answer, align_pair, hunt_pair, live_pair
 
 import dispatch_trace as dt
 
-SAVES = ("tensors", "leaves", "stats")
+HUNT, LIVE = "hunt", "live"
+SAVES = ("tensors", "leaves", "stats", HUNT, LIVE)
 Group = Literal["program", "weights", "fault"]
 # What a planted bug changes -> the group of cases that it is drawn in.
 _GROUPS: dict[str, Group] = {
@@ -90,6 +94,7 @@ class Row:
       outcome: see the module's docstring.
       naive: by rule, the outcome of the naive rules (they cannot be inconclusive).
       error: message of an exception, "" without one; seconds: of recording and alignment.
+      runs, written_bytes, late: see `mutation.ways.Answer`.
     """
 
     case: str
@@ -123,6 +128,9 @@ class Row:
     naive: dict[str, str] = field(default_factory=dict)
     error: str = ""
     seconds: float = 0.0
+    runs: int = 0
+    written_bytes: int = 0
+    late: str = ""
 
     @property
     def key(self) -> tuple[str, int, str, str, bool]:
@@ -210,17 +218,6 @@ def select_cases(patterns: Sequence[str]) -> list[str]:
     return names
 
 
-def record_pair(built: Built, directory: Path, save: str) -> tuple[Path, Path]:
-    """Records both models of a case; returns the paths of the two traces."""
-    subject = built.subject
-    paths = directory / f"ref-{save}.trace", directory / f"target-{save}.trace"
-    runs: tuple[tuple[Which, Any], ...] = (("reference", subject.reference), ("target", subject.target))
-    for path, (which, model) in zip(paths, runs, strict=True):
-        with subject.surrounded(which), dt.record(path, model, save=save, overwrite=True) as rec:
-            subject.call(which, rec.step)
-    return paths
-
-
 def run_case(
     name: str,
     seed: int,
@@ -248,9 +245,13 @@ def run_case(
         directory.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         try:
-            traces = record_pair(built, directory, row.save)
-            alignment = dt.align(*traces, twins=None if twins else False)
-            _judge(row, built.truth, alignment, _op_numbers(traces[1]))
+            if row.save == HUNT:
+                answer = hunt_pair(built.subject, directory)
+            elif row.save == LIVE:
+                answer = live_pair(built.subject, directory)
+            else:
+                answer = align_pair(built.subject, directory, row.save, twins=None if twins else False)
+            _judge(row, built.truth, answer)
         except Exception as error:
             row.error = _message(error)
         finally:
@@ -276,25 +277,26 @@ def _describe_case(row: Row, built: Built, claims: dict[str, str | None]) -> Non
         row.naive[rule] = _outcome(truth, verdict, right)
 
 
-def _op_numbers(target: Path) -> dict[int, int]:
-    """Which op of its name in its call a record is, by the record's number."""
-    return {record.seq: record.n for record in dt.open(target).records if record.kind == "op"}
+def _op_number(target: Path, seq: int) -> int | None:
+    """Which op of its name in its call a record is."""
+    return next((r.n for r in dt.open(target).records if r.kind == "op" and r.seq == seq), None)
 
 
-def _judge(row: Row, truth: Truth | None, alignment: Any, numbers: Mapping[int, int]) -> None:
-    row.verdict = alignment.verdict
-    first = alignment.first
+def _judge(row: Row, truth: Truth | None, answer: Answer) -> None:
+    row.verdict = answer.verdict
+    row.runs, row.written_bytes, row.late = answer.runs, answer.written_bytes, answer.late
+    first = answer.first
     if first is not None:
         row.found_module, row.found_call = first.module, first.call
         row.found_op, row.found_label = first.op, first.label
-        row.found_n = numbers.get(first.seq)
+        row.found_n = None if answer.target is None else _op_number(answer.target, first.seq)
     if truth is not None:
         diverged = row.verdict == "diverged" and first is not None
         accepted = (truth.module, *truth.accept_modules)
         row.module_ok = diverged and row.found_module in accepted and row.found_call == truth.call
         if truth.ops is not None:
             row.op_ok = row.module_ok and row.found_op in truth.ops and truth.n in (None, row.found_n)
-        listed = next(iter(alignment.findings), None)
+        listed = next(iter(answer.findings), None)
         row.named = listed is not None and listed.module in accepted
     row.outcome = _outcome(truth, row.verdict, bool(row.module_ok))
 
@@ -320,6 +322,8 @@ def describe(row: Row) -> str:
     found = "" if row.found_module is None else f"{row.found_label} {row.found_module or '(root)'}"
     if row.found_op is not None:
         found += f" {row.found_op}"
+    if row.late:
+        found += f" (certain since {row.late})"
     if row.op_ok is False and row.module_ok:
         found += " (op wrong)"
     if row.outcome == "inconclusive" and row.named:
@@ -342,6 +346,12 @@ def scoreboard(rows: Sequence[Row]) -> str:
         ops = [row for row in mutants if row.true_ops is not None]
         right_ops = f"{sum(bool(row.op_ok) for row in ops)}/{len(ops)}"
         lines.append(_score(save, [(row.is_clean, row.outcome) for row in chosen], right_ops))
+        if save == HUNT and chosen:
+            runs, written = [r.runs for r in chosen], [r.written_bytes / 1e6 for r in chosen]
+            lines.append(
+                f"{'':22}runs {min(runs)} to {max(runs)}, {sum(runs)} in all; MB written "
+                f"{min(written):.2g} to {max(written):.2g}, {sum(written):.3g} in all"
+            )
     once = {row.case: row for row in rows if row.naive}
     for rule in RULES:
         lines.append(_score(rule, [(row.is_clean, row.naive[rule]) for row in once.values()], "-"))

@@ -131,6 +131,22 @@ _FAMILIES: dict[str, str] = {
     for name in names.split()
 }
 
+# By family: activations that are one op. What is written out in parts may hold none of them.
+WHOLE_ACTIVATIONS = _names(
+    """
+    gelu silu relu elu selu celu leaky_relu relu6 hardswish hardtanh hardsigmoid mish softplus
+    log_sigmoid_forward rrelu prelu _prelu_kernel
+    """
+)
+# By family: no product, sum or scale makes the result of one of these of that of another.
+NONLINEAR = WHOLE_ACTIVATIONS | _names(
+    """
+    tanh sigmoid softmax log_softmax logsumexp attention exp exp2 expm1 log log1p log2 log10 erf erfc sqrt
+    rsqrt pow square reciprocal sin cos tan atan atan2 sinh cosh abs clamp clamp_min clamp_max layer_norm
+    rms_norm group_norm batch_norm cumprod
+    """
+)
+
 
 @cache
 def short(op: str) -> str:

@@ -125,8 +125,12 @@ def _no_match(rule: str, paths: set[str], where: str) -> str:
 
 def module_paths(program: Program) -> set[str]:
     """All paths that the trace knows: of its calls and of its module table."""
-    table = {str(row.get("path", "")) for row in program.reader.header.get("modules") or []}
-    return table | {call.path for call in program.calls.values()}
+    return table_paths(program.reader.header) | {call.path for call in program.calls.values()}
+
+
+def table_paths(header: Mapping[str, Any]) -> set[str]:
+    """Paths of a header's module table."""
+    return {str(row.get("path", "")) for row in header.get("modules") or []}
 
 
 def pair_calls(

@@ -37,10 +37,27 @@ def hint_of(pairing: Pairing, link: Link, difference: Difference) -> str | None:
     a, b = pairing.ref.reader.sketch(link.ref_content), pairing.target.reader.sketch(link.target_content)
     if a is None or b is None or norm(a) == 0.0:
         return None
-    ratio, angle = norm(b) / norm(a), cosine(a, b)
-    if 1.0 - angle < 1e-4 * min(1.0, difference.rho):
+    ratio = multiple_of(a, b, difference.rho)
+    if ratio is not None and ratio > 0:
         return f"scaled by about {ratio:.4g}"
-    return "sign flipped" if angle < -0.999 and abs(ratio - 1.0) < 0.05 else None
+    flipped = cosine(a, b) < -0.999 and abs(norm(b) / norm(a) - 1.0) < 0.05
+    return "sign flipped" if flipped else None
+
+
+def multiple_of(ref: Array, target: Array, rho: float) -> float | None:
+    """The number that the reference's sketch, times it, is the target's; None where there is none.
+
+    Args:
+      ref, target: [k] sketches.
+      rho: relative L2 of the difference: what is left of it must be next to nothing.
+    """
+    size = norm(ref)
+    if size == 0.0:
+        return None
+    angle = cosine(ref, target)
+    if 1.0 - abs(angle) >= 1e-4 * min(1.0, rho):
+        return None
+    return math.copysign(norm(target) / size, angle)
 
 
 def _from_data(ref: Array, target: Array, rho: float) -> str | None:

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dispatch_trace.align.canon import dtype_class
-from dispatch_trace.align.content import Difference
+from dispatch_trace.align.content import Comparer, Difference
 from dispatch_trace.align.graph import Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.metrics import unit_roundoff
-from dispatch_trace.schema import StoredRecord
+from dispatch_trace.schema import StoredContent, StoredRecord
 from dispatch_trace.sketch import cosine
 
 Array = npt.NDArray[Any]
@@ -38,20 +38,29 @@ _SYMMETRIC_CODES = (7, 8, 15, 16, 31, 63, 127, 128, 255)
 
 def quantisation_noise(pairing: Pairing, link: Link, difference: Difference) -> str | None:
     """What the grid is, in words, where a target tensor is the reference's rounded to one; else None."""
+    if link.ref_content < 0 or link.target_content < 0:
+        return None
+    if pairing.comparer.layout(link.ref_content) is not None:
+        return None
+    return grid_between(pairing.comparer, link.ref_content, link.target_content, difference)
+
+
+def grid_between(
+    comparer: Comparer, ref_content: int, target_content: int, difference: Difference
+) -> str | None:
+    """The same of two contents, and how they differ."""
     if not difference.known or difference.nonfinite or not 0 < difference.rho < 0.5:
         return None
-    ref_slot, target_slot = pairing.ref.slot(link.ref), pairing.target.slot(link.target)
-    if dtype_class(ref_slot.dtype) != "f" or dtype_class(target_slot.dtype) != "f":
-        return None
-    comparer = pairing.comparer
-    if link.ref_content < 0 or link.target_content < 0 or comparer.layout(link.ref_content) is not None:
+    a, b = comparer.ref.content(ref_content), comparer.target.content(target_content)
+    if dtype_class(a.dtype) != "f" or dtype_class(b.dtype) != "f":
         return None
     if difference.method == "data":
-        ref, target = comparer.array(True, link.ref_content), comparer.array(False, link.target_content)
+        ref, target = comparer.array(True, ref_content), comparer.array(False, target_content)
         if ref is None or target is None or ref.size != target.size or target.ndim < 2:
             return None
-        return grid_of(ref.reshape(target.shape), target, unit_roundoff(target_slot.dtype))
-    return _from_statistics(pairing, link, difference)
+        return grid_of(ref.reshape(target.shape), target, unit_roundoff(b.dtype))
+    sketches = comparer.ref.sketch(ref_content), comparer.target.sketch(target_content)
+    return _from_statistics(a, b, sketches, difference)
 
 
 def grid_of(ref: Array, target: Array, roundoff: float) -> str | None:
@@ -236,10 +245,13 @@ def _promised(pairing: Pairing, weight: StoredRecord, path: str, owner: StoredRe
     return None
 
 
-def _from_statistics(pairing: Pairing, link: Link, difference: Difference) -> str | None:
+def _from_statistics(
+    ref: StoredContent,
+    target: StoredContent,
+    sketches: tuple[Array | None, Array | None],
+    difference: Difference,
+) -> str | None:
     """From norms, sketches and zeros: a grid shows as exact zeros where the original has none."""
-    ref = pairing.ref.reader.content(link.ref_content)
-    target = pairing.target.reader.content(link.target_content)
     n = int(target.stats.get("n") or 0)
     square = ref.stats.get("sq_sum")
     if n < 256 or not square:
@@ -250,7 +262,7 @@ def _from_statistics(pairing: Pairing, link: Link, difference: Difference) -> st
     expected = n * min(0.4 * step / rms, 0.9)  # density of a normal distribution at 0, times the step
     if not 0.3 * expected <= extra <= 4.0 * expected:
         return None
-    a, b = pairing.ref.reader.sketch(link.ref_content), pairing.target.reader.sketch(link.target_content)
+    a, b = sketches
     if a is None or b is None:
         return None
     # Rounding is no bias: what is added stands at right angles to the original.
