@@ -11,6 +11,7 @@ How they are laid out on disk is `docs/format.md`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -39,6 +40,20 @@ DERIVED_STATISTICS = ("mean", "std", "abs_mean", "rms", "l2")
 NO_CALL = -1  # `call` of what ran outside every module call (None in the public API)
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is known of a tensor that is not there: another tool measured it and kept no data.
+
+    Attributes:
+      dtype, shape: as in `StoredSlot`; a shape that is not known is (-1,).
+      stats: by the names of `STATISTICS`; the rest is unknown.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stats: Mapping[str, int | float | None]
+
+
 class Content:
     """One tensor value to be summarised, and perhaps kept: a snapshot and, later, what came of it.
 
@@ -46,7 +61,8 @@ class Content:
     sees the same value. `tensor` is dropped as soon as the writer is done with it.
 
     Attributes:
-      tensor: the snapshot (torch.Tensor; any layout), never written to by the program any more.
+      tensor: the snapshot (torch.Tensor; any layout), never written to by the program any more; `Figures`
+        where there is none and never was.
       keep_data: the bytes go to a shard.
       summarise: statistics, sketch and hash are wanted.
       num_bytes: what the snapshot pins in memory, for back-pressure.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dispatch_trace.compat import foreign_format, open_ranks
 from dispatch_trace.compat.vllm_neuron_write import Written, check_free, write_dump
 from dispatch_trace.errors import ConfigError, NotExecutableError
-from dispatch_trace.schema import Content, RawRecord, RawSlot, StoredRecord, StoredSlot
+from dispatch_trace.schema import Content, Figures, RawRecord, RawSlot, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
 from dispatch_trace.store.writer import TraceWriter
 
@@ -67,7 +67,6 @@ def convert(
 
 def _write_trace(ranks: list[RankReader], out: Path) -> Written:
     written = Written()
-    without = 0
     for reader in ranks:
 
         def has_data(slot: StoredSlot, reader: RankReader = reader) -> bool:
@@ -82,7 +81,6 @@ def _write_trace(ranks: list[RankReader], out: Path) -> Written:
             for record in reader.records():
                 writer.put(_raw_record(reader, record, writer, contents))
                 written.num_tensors += sum(slot.content >= 0 and has_data(slot) for slot in record.slots)
-                without += sum(slot.content >= 0 and not has_data(slot) for slot in record.slots)
             for problem in reader.problems:
                 writer.drop(problem)
         except BaseException:
@@ -90,8 +88,6 @@ def _write_trace(ranks: list[RankReader], out: Path) -> Written:
             raise
         writer.close()
         written.left_out += reader.problems
-    if without:
-        written.left_out.append(f"statistics of {without} tensors without data: a trace measures its own")
     written.num_steps = len({(step.model, step.step) for reader in ranks for step in reader.steps})
     return written
 
@@ -123,9 +119,13 @@ def _raw_record(
 def _raw_slot(
     reader: RankReader, slot: StoredSlot, writer: TraceWriter, contents: dict[int, Content]
 ) -> RawSlot:
-    """The same slot; what several of them hold is read once."""
+    """The same slot; what several of them hold is read once, and figures without data stay what they are."""
     content = contents.get(slot.content)
-    if content is None and slot.content >= 0 and reader.content(slot.content).has_data:
+    stored = None if slot.content < 0 else reader.content(slot.content)
+    if content is None and stored is not None and not stored.has_data:
+        figures = Figures(stored.dtype, stored.shape, stored.stats)
+        content = contents[slot.content] = Content(figures, keep_data=False, summarise=False, num_bytes=0)
+    elif content is None and stored is not None:
         tensor = reader.tensor(slot.content)
         num_bytes = tensor.numel() * tensor.element_size() if slot.strides is not None else 0
         writer.reserve(num_bytes)

@@ -9,10 +9,12 @@ more than itself.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 
 from dispatch_trace.align.pairs import Pairing, module_slots
 from dispatch_trace.judge.operands import changed_arguments
-from dispatch_trace.schema import StoredContent
+from dispatch_trace.schema import NO_CALL, StoredContent, StoredRecord, StoredSlot
 
 # Below this what is apart may be rounding: figures are taken in float32, values in bfloat16.
 _APART = 0.02
@@ -20,6 +22,8 @@ _APART = 0.02
 
 def apart_at_least(ref: StoredContent, target: StoredContent) -> float:
     """A lower bound of ||target - ref|| / ||ref||, from statistics; 0 where they tell nothing.
+
+    Norms are L2; where no bound of it is known but sums of magnitudes are, L1.
 
     Args:
       ref, target: of one shape.
@@ -37,6 +41,9 @@ def apart_at_least(ref: StoredContent, target: StoredContent) -> float:
         if first is not None and second is not None:
             bounds.append(abs(float(second) - float(first)) / share)
     size = norms[0]
+    sums = a.get("abs_sum"), b.get("abs_sum")
+    if size is None and a.get("min") is None and sums[0] and sums[1] is not None:
+        return abs(float(sums[1]) - float(sums[0])) / float(sums[0])
     if size is None:  # an upper bound of it keeps the quotient a lower one
         extremes = [abs(float(v)) for v in (a.get("min"), a.get("max")) if v is not None]
         if len(extremes) < 2:
@@ -52,25 +59,43 @@ def figures_notices(pairing: Pairing) -> list[str]:
 
 def statistics_notices(pairing: Pairing) -> list[str]:
     """Says of pairs without values which one is certainly apart first, in the order of the target."""
-    counted = 0
-    for ref, target in sorted(pairing.modules, key=lambda pair: pair[1].seq):
+    counted: Counter[str] = Counter()
+    for target, a, b in sorted(_outputs(pairing), key=lambda found: found[0].seq):
+        if b.role == "in" or a.content < 0 or b.content < 0:
+            continue
+        first, second = pairing.ref.content(a), pairing.target.content(b)
+        if first is None or second is None or (first.hash and second.hash):
+            continue
+        counted["op results" if target.kind == "op" else "module outputs"] += 1
+        apart = apart_at_least(first, second)
+        if apart > _APART:
+            place = [
+                f"step {target.step}",
+                *([] if target.call == NO_CALL else [f"call {target.call}"]),
+                b.name,
+            ]
+            where = f"{target.module or '(root)'} {target.op}".rstrip()
+            return [
+                f"judged by statistics, {where} ({', '.join(place)}) is the first that is certainly apart: "
+                f"by at least {apart:.2g} of its size. What ran before it may be, too"
+            ]
+    if not counted:
+        return []
+    what = " and ".join(f"{number} {name}" for name, number in counted.items())
+    return [f"statistics of {what} are alike, which proves nothing of their values"]
+
+
+def _outputs(pairing: Pairing) -> Iterator[tuple[StoredRecord, StoredSlot, StoredSlot]]:
+    """(record of the target, slot of the reference, slot of the target) of all paired results."""
+    for ref, target in pairing.modules:
         for a, b in module_slots(ref, target, pairing):
-            if b.role != "out" or a.content < 0 or b.content < 0:
-                continue
-            first, second = pairing.ref.content(a), pairing.target.content(b)
-            if first is None or second is None or (first.hash and second.hash):
-                continue
-            counted += 1
-            apart = apart_at_least(first, second)
-            if apart > _APART:
-                where = f"{target.module or '(root)'} (step {target.step}, call {target.call}, {b.name})"
-                return [
-                    f"judged by statistics, {where} is the first that is certainly apart: by at least "
-                    f"{apart:.2g} of its size. What ran before it may be, too"
-                ]
-    if counted:
-        return [f"statistics of {counted} module outputs are alike, which proves nothing of their values"]
-    return []
+            yield target, a, b
+    for pair in pairing.ops.values():
+        record, other = pairing.target.records[pair.target], pairing.ref.records[pair.ref]
+        outputs = [[s for s in r.slots if s.role != "in" and s.is_tensor] for r in (other, record)]
+        for a, b in zip(*outputs, strict=False):
+            if a.name == b.name or len(outputs[0]) == len(outputs[1]) == 1:
+                yield record, a, b
 
 
 def argument_notices(pairing: Pairing) -> list[str]:

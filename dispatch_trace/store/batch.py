@@ -16,7 +16,7 @@ import xxhash
 
 from dispatch_trace import kernel
 from dispatch_trace.device_stats import DeviceLane, can_summarise
-from dispatch_trace.schema import Content, NotedRow, RawRecord, StepInfo
+from dispatch_trace.schema import STATISTICS, Content, Figures, NotedRow, RawRecord, StepInfo
 from dispatch_trace.stats import Summary, accumulate_many, chosen
 from dispatch_trace.store import layouts
 from dispatch_trace.store.records import ContentRow
@@ -148,6 +148,10 @@ class ContentTaker:
         """
         tensor = content.tensor
         content.tensor = None
+        if isinstance(tensor, Figures):
+            stats = {name: tensor.stats.get(name) for name in STATISTICS}
+            row = ContentRow(self.num_contents, tensor.dtype, tensor.shape, stats=stats)
+            return self._enter(row, content, None, None, batch)
         if tensor.device.type in self._lane_devices and can_summarise(tensor):
             try:
                 self._send(content, tensor)
