@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from dispatch_trace.align.ahead import compare_ahead
 from dispatch_trace.align.lineup import pair_traces
 from dispatch_trace.align.pairs import Pair, Progress
+from dispatch_trace.align.repeated import Folded, fold
 from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
-from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.findings import Finding, Judgement
 from dispatch_trace.judge.floors import measured_floors
+from dispatch_trace.judge.folded import judge_folded
 from dispatch_trace.judge.given import given_inputs as border_inputs
 from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.joined import judge
@@ -67,7 +69,7 @@ class Alignment:
 
     verdict: str
     findings: list[Finding]
-    pairs: list[Pair]
+    pairs: Sequence[Pair]
     coverage: dict[str, Any]
     notices: list[str]
     reasons: list[str]
@@ -392,13 +394,14 @@ def align(
         raise ConfigError(f"tolerance={tolerance!r}: expected a finite number that is not negative.")
     chosen = chosen_steps(steps)
     judgements = []
-    notices, unrepeated = _repeats(first, second, more)
-    notices += setting_notices(first.ranks, second.ranks)
     theirs = {reader.rank: reader for reader in second.ranks}
-    for reader in first.ranks:
-        other = theirs.get(reader.rank)
-        if other is None:
-            continue
+    pairs = [(reader, theirs[reader.rank]) for reader in first.ranks if reader.rank in theirs]
+    plain = third is None and rows is None and chosen is None and not (more or given_inputs or twins)
+    folds = [fold(*pair) if plain else None for pair in pairs]
+    notices, unrepeated = _repeats(first, second, more, folds)
+    notices += setting_notices(first.ranks, second.ranks)
+
+    def judged(reader: RankReader, other: RankReader) -> Judgement:
         pairing = pair_traces(reader, other, rename=rename, rows=rows, steps=chosen, progress=progress)
         compare_ahead(pairing, executor, None if progress is None else partial(_comparing, progress))
         if more:
@@ -409,17 +412,18 @@ def align(
         for one in pairing.rounds if given_inputs else ():
             given = border_inputs(one)
             one.floors = {**one.floors, **{v: max(e, one.floors.get(v, 0.0)) for v, e in given.items()}}
-        judgements.append(
-            judge(
-                pairing,
-                exact=exact,
-                tolerance=tolerance,
-                declared=declared,
-                golden=None if third is None else _golden(third, reader, other, rename, rows, chosen),
-                twins=twins,
-                progress=progress,
-            )
+        return judge(
+            pairing,
+            exact=exact,
+            tolerance=tolerance,
+            declared=declared,
+            golden=None if third is None else _golden(third, reader, other, rename, rows, chosen),
+            twins=twins,
+            progress=progress,
         )
+
+    for pair, folded in zip(pairs, folds, strict=True):
+        judgements.append((None if folded is None else judge_folded(folded, judged)) or judged(*pair))
     found = combined(judgements)
     unpaired = {r.rank for r in first.ranks} ^ set(theirs)
     reasons = list(found.reasons)
@@ -490,14 +494,20 @@ def _rank_of(trace: Trace, finding: Finding) -> RankReader:
     return trace.ranks[0]
 
 
-def _repeats(first: Trace, second: Trace, more: Sequence[Trace]) -> tuple[list[str], list[Finding]]:
+def _repeats(
+    first: Trace, second: Trace, more: Sequence[Trace], folds: Sequence[Folded | None]
+) -> tuple[list[str], list[Finding]]:
     """What does not come out the same in two runs of one program: notices, and findings about the target."""
     notices, findings = [], []
+    known = {folded.ref.rank: folded for folded in folds if folded is not None}
     for number, trace in enumerate([*more, second]):
         what = f"run {number + 2} of the reference" if trace is not second else "the target"
         others = {reader.rank: reader for reader in trace.ranks}
         for reader in first.ranks:
             other = others.get(reader.rank)
+            folded = known.get(reader.rank) if trace is second else None
+            if folded is not None:
+                reader, other = folded.ref, folded.target
             found = None if other is None else first_unrepeated(reader, other)
             if found is None:
                 continue

@@ -20,11 +20,12 @@ from dispatch_trace.schema import Content, RawSlot, StoredContent, StoredRecord,
 from dispatch_trace.stats import accumulate
 from dispatch_trace.store import layouts
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.singly import Singly
 
 _KEPT = 4096  # values whose statistics are remembered; an input is seldom older
 
 
-class LiveContents:
+class LiveContents(Singly):
     """The values seen so far, by number: statistics, hash and sketch, and the data while it is there."""
 
     def __init__(self) -> None:

@@ -11,7 +11,8 @@ import torch
 from aligning import record
 from torch import nn
 
-from dispatch_trace.align.content import EXTREME, Comparer, Difference, Rows, arrays_difference
+from dispatch_trace.align.content import Comparer, Difference, Rows, arrays_difference
+from dispatch_trace.align.summaries import EXTREME
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.store.reader import RankReader, open_ranks
 

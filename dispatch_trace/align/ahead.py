@@ -71,6 +71,8 @@ def _tasks(pairing: Pairing) -> list[tuple[Task, int]]:
             key = link.ref_content, link.target_content
             if min(key) < 0 or key in found or comparer.layout(key[0]) is not None:
                 continue
+            if comparer.ref.together(key[0]) is not None or comparer.target.together(key[1]) is not None:
+                continue  # several contents, none of which has data
             a, b = comparer.ref.content(key[0]), comparer.target.content(key[1])
             if comparer.compares_data(a, b):
                 size = _ITEMSIZE * math.prod(a.shape)

@@ -21,19 +21,22 @@ from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.lens import StepLens
 from dispatch_trace.align.rows import RowMap
 from dispatch_trace.align.steps import StepKey
+from dispatch_trace.align.summaries import (
+    EXTREME,
+    SKETCH_FLOOR,
+    WHY_UNKNOWN,
+    Summaries,
+    summary_differences,
+)
 from dispatch_trace.errors import ConfigError, DispatchTraceError
 from dispatch_trace.metrics import as_numpy
+from dispatch_trace.per_step import Together, each
 from dispatch_trace.schema import StoredContent
-from dispatch_trace.sketch import relative_distance
 from dispatch_trace.store.reader import RankReader
 
 Array: TypeAlias = npt.NDArray[Any]
 
 CHUNK = 1 << 16
-# Masks write -inf as the most negative number of some dtype; such a number is a place, not a quantity.
-EXTREME = 1e30
-# Sums of a sketch are float32: below this, a distance between sketches is their rounding.
-SKETCH_FLOOR = 1e-6
 # Expanded views can have any number of elements; only real ones are compared one by one.
 MAX_ELEMENTS = 1 << 32
 _CACHED_BYTES = 1 << 28
@@ -84,6 +87,7 @@ class Difference:
       method: "hash", "data" or "sketch".
       transform: "" or how the target was laid out anew ("reshaped", "permuted (1, 0)", "first 5 rows").
       worst: (row, its error relative to a typical row), from data only.
+      floor: what sketches add by their own rounding; None: what `method` says.
     """
 
     known: bool = True
@@ -94,6 +98,14 @@ class Difference:
     method: str = "hash"
     transform: str = ""
     worst: tuple[tuple[int, ...], float] | None = None
+    floor: float | None = None
+
+    @property
+    def rounding(self) -> float:
+        """The relative error below which the difference is that of its own measurement."""
+        if self.floor is not None:
+            return self.floor
+        return SKETCH_FLOOR if self.method == "sketch" else 0.0
 
 
 EQUAL = Difference(equal=True)
@@ -300,6 +312,9 @@ class Comparer:
     def _compare(self, ref_id: int, target_id: int) -> Difference:
         if ref_id in self._layouts:
             return self._compare_layout(ref_id, target_id)
+        steps = self.ref.together(ref_id) or self.target.together(target_id)
+        if steps is not None:
+            return self._compare_steps(ref_id, target_id, steps)
         a, b = self.ref.content(ref_id), self.target.content(target_id)
         if self._maps is not None:
             found = self._mapped(self._maps, a, b)
@@ -374,31 +389,46 @@ class Comparer:
         return replace(found, transform=f"first {keep} rows of dim {dim}")
 
     def _from_sketches(self, a: StoredContent, b: StoredContent) -> Difference:
-        if not a.stats or not b.stats:
-            return unknown("no statistics were recorded")
-        huge = [
-            max(abs(float(content.stats.get(name) or 0.0)) for name in ("min", "max")) >= EXTREME
-            for content in (a, b)
-        ]
-        counts = 0
-        for name in ("nan", "posinf", "neginf"):
-            counted = a.stats.get(name), b.stats.get(name)
-            if counted[0] is None or counted[1] is None:
-                continue
-            differs = abs(int(counted[0]) - int(counted[1]))
-            if differs and name != "nan" and any(huge):
-                return unknown("one side may write as a huge number what is infinite on the other")
-            counts += differs
-        if counts:
-            return Difference(rho=math.inf, nonfinite=counts, method="sketch")
-        ref, target = self.ref.sketch(a.id), self.target.sketch(b.id)
-        if ref is None or target is None:
-            return unknown("no sketches were recorded")
-        if any(huge):
-            return unknown("values as large as a mask's drown the others in a sketch")
-        rho = float(relative_distance(target, ref))
+        ref, target = (
+            Summaries.of([content], [reader.sketch(content.id) if content.has_sketch else None])
+            for content, reader in ((a, self.ref), (b, self.target))
+        )
+        why, nonfinite, rho = (column[0].item() for column in summary_differences(ref, target))
+        if why:
+            return unknown(WHY_UNKNOWN[why])
         return Difference(
-            equal=rho == 0.0, rho=rho, method="sketch", transform="" if a.shape == b.shape else "reshaped"
+            equal=rho == 0.0,
+            rho=rho,
+            nonfinite=nonfinite,
+            method="sketch",
+            transform="" if nonfinite or a.shape == b.shape else "reshaped",
+        )
+
+    def _compare_steps(self, ref_id: int, target_id: int, steps: Together) -> Difference:
+        """As `_compare` of contents that have sketches only, for all steps that are taken together."""
+        ours, theirs = self.ref.per_step(ref_id, steps), self.target.per_step(target_id, steps)
+        equal = ours.has_hash_of(theirs)
+        if equal.all():
+            return EQUAL
+        a, b = ours.first, theirs.first
+        if a.shape != b.shape and _numel(a.shape) != _numel(b.shape):
+            return self._cut(a, b)
+        if _numel(a.shape) == 0 and a.shape == b.shape:
+            return EQUAL
+        found = summary_differences(*(Summaries.at(side.table, side.places) for side in (ours, theirs)))
+        why, nonfinite, rho = (np.where(equal, 0, column) for column in found)
+        steps.decide(why == why[0])
+        steps.decide(nonfinite == nonfinite[0])
+        if why[0]:
+            return unknown(WHY_UNKNOWN[why[0]])
+        if nonfinite[0]:
+            return Difference(rho=math.inf, nonfinite=int(nonfinite[0]), method="sketch")
+        return Difference(
+            equal=not rho.any(),
+            rho=each(rho.astype(np.float64), steps),
+            method="sketch",
+            transform="" if a.shape == b.shape else "reshaped",
+            floor=each(np.where(equal, 0.0, SKETCH_FLOOR), steps),
         )
 
 

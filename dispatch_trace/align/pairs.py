@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from dispatch_trace.align.canon import short
 from dispatch_trace.align.content import Comparer, Difference, same_class
@@ -21,6 +24,7 @@ from dispatch_trace.align.modules import Renames
 from dispatch_trace.align.ops import OpPair, scalars
 from dispatch_trace.align.steps import StepPlan
 from dispatch_trace.align.weights import WeightPair
+from dispatch_trace.per_step import Together
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 Outcome: TypeAlias = Literal["matched", "absorbed", "ref-only", "target-only", "no-data", "deselected"]
@@ -126,6 +130,13 @@ class Pairing:
 
     def compare(self, link: Link) -> Difference:
         return self.comparer.compare(link.ref_content, link.target_content)
+
+    def chosen(self, first: Link, second: Link, where: npt.NDArray[np.bool_], steps: Together) -> Link:
+        """The second of two links in some steps, the first in the others; both of one pair of values."""
+        ids = (first.ref_content, second.ref_content), (first.target_content, second.target_content)
+        readers = self.comparer.ref, self.comparer.target
+        chosen = [r.chosen(*both, where, steps) for r, both in zip(readers, ids, strict=True)]
+        return replace(first, ref_content=chosen[0], target_content=chosen[1])
 
     def compare_slots(
         self, ref: StoredRecord, ref_slot: StoredSlot, target: StoredRecord, target_slot: StoredSlot

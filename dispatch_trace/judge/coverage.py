@@ -266,8 +266,9 @@ def count_coverage(pairs: Iterable[Pair], pairing: Pairing) -> dict[str, Any]:
                 records[key] = record, home
     for key, outcome in outcomes.items():
         record, program = records[key]
-        counts[outcome] += 1
-        size = _compute_bytes(program, record)
+        repeats = program.reader.repeats(record)
+        counts[outcome] += repeats
+        size = repeats * _compute_bytes(program, record)
         if outcome == "deselected":
             deselected += size
             continue
@@ -275,7 +276,7 @@ def count_coverage(pairs: Iterable[Pair], pairing: Pairing) -> dict[str, Any]:
         if outcome in ("matched", "absorbed"):
             covered += size
         else:
-            why[outcome] += 1
+            why[outcome] += repeats
     left_out = pairing.ref.deselected + pairing.target.deselected
     if left_out:
         counts["deselected"] += left_out

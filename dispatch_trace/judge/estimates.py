@@ -15,6 +15,7 @@ from dispatch_trace.align.graph import Program, slot_numel
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.judge.magnitudes import Magnitude
 from dispatch_trace.metrics import unit_roundoff
+from dispatch_trace.per_step import greatest, is_finite, smallest
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # A difference is noise up to C times the estimate: benign changes stayed at 0.6 of it (BLAME.md section 4).
@@ -166,7 +167,7 @@ def own_noise(program: Program, record: StoredRecord, out: StoredSlot, measure: 
     n = reduction_length(program, record, out)
     tau = u_out
     if n > 1:
-        tau += math.sqrt(n) * u_acc * max(1.0, max(_cancellation(program, record, out, measure), 1.0))
+        tau += math.sqrt(n) * u_acc * greatest(_cancellation(program, record, out, measure), 1.0)
     group = family(record.op)
     if group == "attention":
         slots = {slot.name: measure(record, slot).rms or 1.0 for slot in program.inputs(record)}
@@ -177,7 +178,8 @@ def own_noise(program: Program, record: StoredRecord, out: StoredSlot, measure: 
 def _cancellation(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> float:
     """How much larger the terms of a sum are than its result; at least 1."""
     gains = gains_of(program, record, out, measure)
-    return min(max((g for _, g in gains if math.isfinite(g)), default=1.0), 1e3)
+    found = [g for _, g in gains if is_finite(g)]
+    return smallest(greatest(*found), 1e3) if found else 1.0
 
 
 def gains_of(
@@ -195,7 +197,7 @@ def gains_of(
     if result is None or result == 0.0:
         return [(slot, 1.0 if result is None else UNKNOWN_GAIN) for slot in inputs]
     return [
-        (slot, min(_gain(program, record, out, slot, sizes, result, name, group), MAX_GAIN))
+        (slot, smallest(_gain(program, record, out, slot, sizes, result, name, group), MAX_GAIN))
         for slot in inputs
     ]
 
@@ -219,27 +221,27 @@ def _gain(
         return size / result * max(abs(_number(record, "alpha", 1.0)), abs(_number(record, "value", 1.0)))
     if name in ("mul", "_foreach_mul"):
         other = next((m.rms for key, m in sizes.items() if key != slot.name), None)
-        return 1.0 if other is None else max(size * other / result, 1.0)
+        return 1.0 if other is None else greatest(size * other / result, 1.0)
     if name in ("div", "_foreach_div"):
         top, bottom = sizes.get("in.self"), sizes.get("in.other")
         if top is None or bottom is None or not top.rms or not bottom.rms:
             return 1.0
-        return max(1.0, top.rms / (bottom.rms * result))
+        return greatest(1.0, top.rms / (bottom.rms * result))
     if name == "pow" or name in _POWERS:
         exponent = _POWERS.get(name, abs(_number(record, "exponent", 1.0)))
         if slot.name == "in.exponent":
-            return max(1.0, size * abs(math.log(max(abs(_number(record, "self", math.e)), 1e-9))))
+            return greatest(1.0, size * abs(math.log(max(abs(_number(record, "self", math.e)), 1e-9))))
         least = sizes[slot.name].least
-        spread = max(1.0, min(size / least, 30.0)) if least and exponent <= 1.0 else 1.0
+        spread = greatest(1.0, smallest(size / least, 30.0)) if least and exponent <= 1.0 else 1.0
         return exponent * spread
     if name in ("exp", "expm1", "exp2"):
-        return max(1.0, sizes[slot.name].top)  # the largest results make up the norm
+        return greatest(1.0, sizes[slot.name].top)  # the largest results make up the norm
     if name == "log":
-        return max(1.0, 1.0 / result)
+        return greatest(1.0, 1.0 / result)
     if group == "softmax":
-        return max(1.0, size)
+        return greatest(1.0, size)
     if group == "log_softmax":
-        return max(1.0, 1.5 * size / result)
+        return greatest(1.0, 1.5 * size / result)
     if group in ("layer_norm", "group_norm", "batch_norm", "rms_norm"):
         return _norm_gain(slot, sizes, result, group)
     if group == "linear" or group == "conv":
@@ -252,14 +254,14 @@ def _gain(
             if name != "cumsum"
             else max(slot.shape, default=1)
         )
-        return max(1.0, math.sqrt(n) * size / result)
+        return greatest(1.0, math.sqrt(n) * size / result)
     if name == "mean":
-        return max(1.0, size / result) if result < size else 1.0
+        return greatest(1.0, size / result)
     if name in _LIPSCHITZ:
         return 1.1 * size / result
     if name in EXACT:
-        return max(1.0, size / result) if dtype_class(slot.dtype) in "fc8" else 1.0
-    return max(UNKNOWN_GAIN, size / result)
+        return greatest(1.0, size / result) if dtype_class(slot.dtype) in "fc8" else 1.0
+    return greatest(UNKNOWN_GAIN, size / result)
 
 
 def _is_known(program: Program, record: StoredRecord, slot: StoredSlot) -> bool:
@@ -276,10 +278,10 @@ def _norm_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float, gro
     if slot.name == "in.bias":
         return (sizes[slot.name].rms or 0.0) / result
     if slot.name != "in.input":
-        return max(1.0, scale / result)
+        return greatest(1.0, scale / result)
     spread = source.rms if group == "rms_norm" else source.std
     centred = (source.rms or 0.0) / spread if spread else UNKNOWN_GAIN
-    return 1.5 * centred * max(1.0, scale / result)
+    return 1.5 * centred * greatest(1.0, scale / result)
 
 
 def _product_gain(
@@ -298,14 +300,14 @@ def _product_gain(
     others = [m.rms or 0.0 for key, m in sizes.items() if key not in (slot.name, bias)]
     other = others[0] if others else size
     n = reduction_length(program, record, out)
-    return max(1.0, math.sqrt(n) * size * other / result)
+    return greatest(1.0, math.sqrt(n) * size * other / result)
 
 
 def _attention_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float) -> float:
     query, key, value = (sizes.get(f"in.{n}") for n in ("query", "key", "value"))
-    spread = max(1.0, ((value.rms or 0.0) / result) if value is not None else 1.0)
+    spread = greatest(1.0, ((value.rms or 0.0) / result) if value is not None else 1.0)
     if slot.name in ("in.query", "in.key") and query is not None and key is not None:
-        return spread * max(1.0, (query.rms or 1.0) * (key.rms or 1.0))
+        return spread * greatest(1.0, (query.rms or 1.0) * (key.rms or 1.0))
     return spread
 
 

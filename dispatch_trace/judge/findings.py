@@ -98,7 +98,7 @@ class Judgement:
 
     verdict: Verdict
     findings: list[Finding]
-    pairs: list[Pair]
+    pairs: Sequence[Pair]
     coverage: dict[str, Any]
     notices: list[str]
     reasons: list[str]

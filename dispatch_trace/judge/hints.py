@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dispatch_trace.align.content import EXTREME, Difference
+from dispatch_trace.align.content import Difference
 from dispatch_trace.align.pairs import Link, Pairing
+from dispatch_trace.align.summaries import EXTREME
 from dispatch_trace.sketch import cosine, norm
 
 Array = npt.NDArray[Any]

@@ -18,7 +18,7 @@ import torch
 
 from dispatch_trace import execute
 from dispatch_trace.align.canon import dtype_class
-from dispatch_trace.align.content import EXTREME, SKETCH_FLOOR
+from dispatch_trace.align.summaries import EXTREME, SKETCH_FLOOR
 from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.alone import Siblings

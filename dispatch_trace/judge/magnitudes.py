@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from dispatch_trace.align.content import EXTREME, Comparer
+from dispatch_trace.align.content import Comparer
 from dispatch_trace.align.graph import Program
+from dispatch_trace.align.summaries import EXTREME
+from dispatch_trace.per_step import greatest, root
 from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
 
 
@@ -21,21 +24,20 @@ class Magnitude:
       top: largest absolute value.
       least: smallest absolute value if all have one sign, else 0.
       n: how many values.
-      zeros: how many are zero.
     """
 
     rms: float | None
     mean: float = 0.0
     top: float = 0.0
     least: float = 0.0
-    n: int = 0
-    zeros: int = 0
+    n: float = 0
 
     @property
     def std(self) -> float:
         if self.rms is None:
             return 0.0
-        return math.sqrt(max(self.rms**2 - self.mean**2, 0.0))
+        found: float = root(greatest(self.rms * self.rms - self.mean * self.mean, 0.0))
+        return found
 
 
 UNKNOWN = Magnitude(None)
@@ -73,6 +75,10 @@ class Magnitudes:
         return found
 
     def _measure(self, id: int) -> Magnitude:
+        steps = self._program.reader.together(id)
+        if steps is not None:
+            found = magnitude_from(self._program.reader.per_step(id, steps).stats(steps))
+            return Magnitude(None, n=found.n) if found.top >= EXTREME else found
         content = self._program.reader.content(id)
         found = magnitude_of(content)
         if found.top >= EXTREME and content.has_data:
@@ -82,7 +88,7 @@ class Magnitudes:
                 x = x[x < EXTREME]
                 if x.size:
                     rms = math.sqrt(float(np.mean(x**2)))
-                    return Magnitude(rms, 0.0, float(x.max()), 0.0, x.size, int((x == 0).sum()))
+                    return Magnitude(rms, 0.0, float(x.max()), 0.0, x.size)
         if found.top >= EXTREME:
             return Magnitude(None, n=found.n)
         return found
@@ -90,22 +96,25 @@ class Magnitudes:
 
 def magnitude_of(content: StoredContent) -> Magnitude:
     """From the statistics alone; numbers that stand for -inf count."""
-    stats = content.stats
-    if stats.get("sq_sum") is None or stats.get("n") is None:
+    return magnitude_from(content.stats)
+
+
+def magnitude_from(stats: Mapping[str, float | None]) -> Magnitude:
+    """The same from statistics by name, each a number or one a step."""
+    square, total = stats.get("sq_sum"), stats.get("n")
+    if square is None or total is None:
         return UNKNOWN
-    total = int(stats["n"] or 0)
-    finite = total - sum(int(stats.get(name) or 0) for name in ("nan", "posinf", "neginf"))
-    low, high = stats.get("min"), stats.get("max")
+    finite = total
+    for name in ("nan", "posinf", "neginf"):
+        count = stats.get(name)
+        finite = finite - (0 if count is None else count)
     if finite <= 0:
         return Magnitude(0.0, n=total)
-    least = 0.0
-    if low is not None and high is not None:
-        least = float(low) if low > 0 else (-float(high) if high < 0 else 0.0)
+    low, high, mean = (0.0 if v is None else 0.0 + v for v in map(stats.get, ("min", "max", "sum")))
     return Magnitude(
-        rms=math.sqrt(max(float(stats["sq_sum"] or 0.0), 0.0) / finite),
-        mean=float(stats.get("sum") or 0.0) / finite,
-        top=max(abs(float(low or 0.0)), abs(float(high or 0.0))),
-        least=least,
+        rms=root(greatest(square, 0.0) / finite),
+        mean=mean / finite,
+        top=greatest(abs(low), abs(high)),
+        least=greatest(low, -high, 0.0) if stats.get("min") is not None else 0.0,
         n=total,
-        zeros=int(stats.get("zeros") or 0),
     )

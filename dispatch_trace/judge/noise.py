@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from dispatch_trace.align.canon import DISCRETE, dtype_class, is_empty, is_factory, short
-from dispatch_trace.align.content import SKETCH_FLOOR, Difference
+from dispatch_trace.align.content import Difference
 from dispatch_trace.align.flow import Flow, has_inputs
 from dispatch_trace.align.graph import Call, CallKey, Origin, Program, Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
@@ -20,7 +21,18 @@ from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, own_noise, roundoff
 from dispatch_trace.judge.magnitudes import Magnitudes
 from dispatch_trace.judge.quantised import Codes, codes_of, quantisation_noise
+from dispatch_trace.per_step import (
+    greatest,
+    hypot,
+    is_finite,
+    is_smaller,
+    per_step_of,
+    root,
+    smallest,
+)
 from dispatch_trace.schema import StoredRecord, StoredSlot
+
+_Measured: TypeAlias = tuple[Link, Difference]
 
 # A row may be this many times as wrong as a whole tensor is allowed to be, before it counts by itself.
 ROW_FACTOR = 10.0
@@ -84,7 +96,7 @@ class Budget:
 
     @property
     def full(self) -> float:
-        return math.hypot(self.free, self.granted)
+        return hypot(self.free, self.granted)
 
 
 class NoisePass:
@@ -161,22 +173,34 @@ class NoisePass:
             measured = origin.share < 1.0 and state.rho is not None
             part = 1.0 / math.sqrt(max(origin.share, 1e-6)) if measured else 1.0
             cast = _cast_noise(self.pairing.target, origin)
-            noise = max(noise, math.hypot(state.noise * part, cast))
-            clean = max(clean, math.hypot(state.clean * part, cast))
+            noise = greatest(noise, hypot(state.noise * part, cast))
+            clean = greatest(clean, hypot(state.clean * part, cast))
             flags |= state.flags
             suspicious = suspicious or state.suspicious
         return noise, clean, flags, suspicious
 
-    def best(self, links: Iterable[Link]) -> tuple[Link, Difference] | None:
+    def best(self, links: Iterable[Link]) -> _Measured | None:
         """The link whose difference is known and smallest."""
-        found: tuple[Link, Difference] | None = None
+        found: _Measured | None = None
         for link in links:
             difference = self.pairing.compare(link)
-            if difference.known and (found is None or _size(difference) < _size(found[1])):
-                found = link, difference
+            if difference.known:
+                found = (link, difference) if found is None else self._nearer(found, (link, difference))
             if difference.equal:
                 break
         return found
+
+    def _nearer(
+        self, first: tuple[Link, Difference], second: tuple[Link, Difference]
+    ) -> tuple[Link, Difference]:
+        """The one of two with the smaller difference; of several steps for each its own."""
+        steps = per_step_of(first[1].rho, second[1].rho)
+        if steps is not None and first[0].ref == second[0].ref:
+            nearer = is_smaller(second[1].rho, first[1].rho, steps)
+            if nearer.any() and not nearer.all():
+                link = self.pairing.chosen(first[0], second[0], nearer, steps)
+                return link, self.pairing.compare(link)
+        return second if _size(second[1]) < _size(first[1]) else first
 
     def _judge(self, record: StoredRecord, out: StoredSlot) -> State:
         value = (record.seq, out.index)
@@ -204,7 +228,7 @@ class NoisePass:
         state.predicted = budget.full
         # With something wrong before it, a value is explained only if the wrong has healed.
         reckoned = budget.clean if budget.tainted else budget.full
-        limit = self.floored(self.band(math.hypot(reckoned, ref_noise), difference), link)
+        limit = self.floored(self.band(hypot(reckoned, ref_noise), difference), link)
         state.limit = limit
         state.explained = within(difference, limit)
         if not state.explained and not self.exact and self.pairing.ref.is_leaf(link.ref):
@@ -213,14 +237,14 @@ class NoisePass:
             state.flags |= {("random", record.seq)}
         if state.explained:
             state.noise = state.clean = difference.rho
-            strict = self.floored(self.band(math.hypot(budget.free, ref_noise), difference), link)
+            strict = self.floored(self.band(hypot(budget.free, ref_noise), difference), link)
             state.flags = frozenset(budget.flags)
             if within(difference, strict):
                 # Behind something wrong even the free part is not noise: what a flip excuses stays one.
                 state.flags = frozenset(f for f in budget.flags if budget.tainted and f[0] == "flip")
             state.tainted = False
         else:
-            state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
+            state.noise = difference.rho if is_finite(difference.rho) else 1.0
             if self._flipped(record, out, budget):
                 state.explained, state.flags = True, state.flags | {("flip", record.seq)}
                 state.clean = state.noise
@@ -239,18 +263,18 @@ class NoisePass:
         if ref < 0 or not target or self.pairing.comparer.layout(ref) is not None:
             return 1.0
         size = self.ref_sizes.of_content(ref).rms
-        return max(1.0, target / size) if size else 1.0
+        return greatest(1.0, target / size) if size else 1.0
 
     def band(self, predicted: float, difference: Difference | None = None) -> float:
         """Up to which relative error a difference is noise."""
         if self.exact:
             return 0.0
-        floor = SKETCH_FLOOR if difference is not None and difference.method == "sketch" else 0.0
-        return max(C * math.hypot(predicted, floor), self.tolerance)
+        floor = 0.0 if difference is None else difference.rounding
+        return greatest(C * hypot(predicted, floor), self.tolerance)
 
     def floored(self, band: float, link: Link) -> float:
         """A band, or what runs of the reference differ by at this value, where that is more."""
-        return band if self.exact else max(band, self.pairing.floors.get(link.ref, 0.0))
+        return band if self.exact else greatest(band, self.pairing.floors.get(link.ref, 0.0))
 
     def _flipped(self, record: StoredRecord, out: StoredSlot, budget: Budget) -> bool:
         """A decision that fell the other way because of noise in what it was made on."""
@@ -263,11 +287,11 @@ class NoisePass:
         """What a compiled region returned: no recorded op made it, its inputs stand for all inside."""
         value = (record.seq, out.index)
         found = self.best(self.pairing.links.get(value, ()))
-        own = math.hypot(roundoff(out.dtype), self.declared_within(self.pairing.target.call_of(record)))
+        own = hypot(roundoff(out.dtype), self.declared_within(self.pairing.target.call_of(record)))
         budget = Budget(free=own, clean=own)
         for noise, clean, flags, suspicious in self._opaque_inputs(record, value):
-            budget.free = math.hypot(budget.free, UNKNOWN_GAIN * noise)
-            budget.clean = math.hypot(budget.clean, clean)
+            budget.free = hypot(budget.free, UNKNOWN_GAIN * noise)
+            budget.clean = hypot(budget.clean, clean)
             budget.flags |= flags
             budget.tainted = budget.tainted or suspicious
         state = State(noise=budget.free, predicted=budget.free, clean=budget.clean, tainted=budget.tainted)
@@ -276,10 +300,10 @@ class NoisePass:
         link, difference = found
         state.link, state.difference, state.rho = link, difference, difference.rho
         own = budget.clean if budget.tainted else budget.free
-        band = self.band(math.hypot(own, self._ref_noise.get(link.ref, 0.0)), difference)
+        band = self.band(hypot(own, self._ref_noise.get(link.ref, 0.0)), difference)
         state.limit = self.floored(band, link)
         state.explained = within(difference, state.limit)
-        state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
+        state.noise = difference.rho if is_finite(difference.rho) else 1.0
         if state.explained:
             state.clean, state.tainted = state.noise, False
         return state
@@ -300,7 +324,7 @@ class NoisePass:
                 for record in self.pairing.ref.records.values():
                     if record.kind == "op" and inside.opened <= record.seq <= inside.closed:
                         parts += [self.declared.operands(record), self.declared.output(record)]
-            found = self._declared_within[call.key] = math.hypot(*parts)
+            found = self._declared_within[call.key] = hypot(*parts)
         return found
 
     def _opaque_inputs(
@@ -347,7 +371,7 @@ class NoisePass:
         if not state.explained:
             self._excuse_grid(state, link, difference)
         if not state.explained:
-            state.noise = difference.rho if math.isfinite(difference.rho) else 1.0
+            state.noise = difference.rho if is_finite(difference.rho) else 1.0
             state.clean = 0.0
         return state
 
@@ -394,25 +418,25 @@ class NoisePass:
             if _unread(record, slot):
                 continue
             noise, clean, flags, suspicious = self.slot_noise(record, slot)
-            noise, clean = math.hypot(noise, declared), math.hypot(clean, declared)
+            noise, clean = hypot(noise, declared), hypot(clean, declared)
             cast = self._undeclared_cast(record, slot, allowed)
             share = gain * noise
-            if short(record.op) in DISCRETE and dtype_class(slot.dtype) in "fc8" and noise > 0:
+            if short(record.op) in DISCRETE and dtype_class(slot.dtype) in "fc8":
                 share = _flip_noise(share, self.sizes.of_slot(record, out).rms)
             if share > GARBAGE and gain > STEEP and noise > 0 and not suspicious:
                 flags |= {("ill", record.seq)}
             if cast:
                 flags |= {("cast", cast)}
             budget.tainted = budget.tainted or suspicious
-            worst_clean = max(worst_clean, min(gain, 1.0) * clean)
+            worst_clean = greatest(worst_clean, smallest(gain, 1.0) * clean)
             if flags:
-                budget.granted = math.hypot(budget.granted, share)
+                budget.granted = hypot(budget.granted, share)
                 budget.flags |= flags
             else:
                 parts.append(share)
-        budget.clean = math.hypot(tau, worst_clean) if paired else max(tau, worst_clean)
+        budget.clean = hypot(tau, worst_clean) if paired else greatest(tau, worst_clean)
         # Between anchors rounding is counted once: a long loop in low precision must not excuse itself.
-        budget.free = math.hypot(*parts) if paired else max(parts)
+        budget.free = hypot(*parts) if paired else greatest(*parts)
         return budget
 
     def _predict_ref(self, record: StoredRecord) -> None:
@@ -425,11 +449,12 @@ class NoisePass:
                 for origin in program.origins(record, slot):
                     if self.is_measured(origin.value):
                         continue
-                    noise = max(noise, self._ref_noise.get(origin.value, 0.0), _cast_noise(program, origin))
+                    ref_noise = self._ref_noise.get(origin.value, 0.0)
+                    noise = greatest(noise, ref_noise, _cast_noise(program, origin))
                 parts.append(gain * noise)
             value = (record.seq, out.index)
             paired = record.seq in self.pairing.ops_by_ref
-            self._ref_noise[value] = math.hypot(*parts) if paired else max(parts)
+            self._ref_noise[value] = hypot(*parts) if paired else greatest(*parts)
 
     def _own_noise(self, program: Program, record: StoredRecord, out: StoredSlot) -> float:
         sizes = self.ref_sizes if program is self.pairing.ref else self.sizes
@@ -457,7 +482,7 @@ class NoisePass:
             difference = self.pairing.compare(link)
             if not (difference.known and state.explained and within(difference, state.limit)):
                 continue
-            own = max(state.rho or 0.0, roundoff(self.pairing.target.slot(link.target).dtype))
+            own = greatest(state.rho or 0.0, roundoff(self.pairing.target.slot(link.target).dtype))
             if difference.rho <= FARTHER * own:  # or it is another value of the reference
                 return True
         return False
@@ -519,7 +544,7 @@ def within(difference: Difference, limit: float) -> bool:
         return True
     if difference.nonfinite or not difference.rho <= limit:
         return False
-    return difference.worst is None or difference.worst[1] <= max(ROW_FACTOR * limit, 0.0)
+    return difference.worst is None or difference.worst[1] <= greatest(ROW_FACTOR * limit, 0.0)
 
 
 def _size(difference: Difference) -> tuple[float, int]:
@@ -545,7 +570,7 @@ def _flip_noise(share: float, size: float | None) -> float:
     if not size:
         return share
     moved = share * size  # in units of one step
-    return math.sqrt(0.8 * moved + moved * moved) / size
+    return root(0.8 * moved + moved * moved) / size
 
 
 def _unread(record: StoredRecord, slot: StoredSlot) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from dispatch_trace.align.canon import SAME_ORDER, family, short
-from dispatch_trace.align.content import EXTREME
 from dispatch_trace.align.graph import Call, Origin, Program, Value
 from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.pairs import paired_slots, same_path, slot_role
+from dispatch_trace.align.summaries import EXTREME
 from dispatch_trace.align.views import elements
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, State, within

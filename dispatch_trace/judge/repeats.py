@@ -8,11 +8,15 @@ computed from equal inputs.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import operator
+from typing import Any, TypeAlias
 
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
+
+# Records of both runs, and the slot of the second.
+_Place: TypeAlias = tuple[StoredRecord, StoredRecord, StoredSlot]
 
 # What must agree for two headers to speak of one program in one environment.
 _SETTINGS = (
@@ -46,7 +50,7 @@ def first_unrepeated(ref: RankReader, other: RankReader) -> Finding | None:
         return None
     if (ref.header.get("options") or {}).get("inputs") is False:
         return None  # nothing says that both were given the same
-    first: tuple[StoredRecord, StoredRecord, StoredSlot] | None = None
+    first: _Place | None = None
     for a, b in itertools.zip_longest(ref.records(), other.records()):
         if (
             a is None
@@ -56,6 +60,8 @@ def first_unrepeated(ref: RankReader, other: RankReader) -> Finding | None:
             or len(a.slots) != len(b.slots)
         ):
             return None
+        if ref.unfolded is not ref and not _same_shapes(a, b):
+            return first_unrepeated(ref.unfolded, other.unfolded)  # what counts is which difference is first
         if first is None and not _same_scalars(a.args, b.args):
             return None
         for mine, theirs in zip(a.slots, b.slots, strict=True):
@@ -65,14 +71,31 @@ def first_unrepeated(ref: RankReader, other: RankReader) -> Finding | None:
                 continue
             if mine.content < 0 or theirs.content < 0 or not mine.is_tensor:
                 continue
-            x, y = ref.content(mine.content).hash, other.content(theirs.content).hash
-            if not x or not y or x == y:
+            position = _first_other(ref, mine.content, other, theirs.content)
+            if position < 0:
                 continue
             if a.kind == "param" or (mine.leaf and not mine.uninitialised):
                 return None  # other leaves: another program, or other inputs
-            if first is None and mine.role != "in":
-                first = a, b, theirs
+            if mine.role != "in":
+                found = ref.in_step(a, position), other.in_step(b, position), theirs
+                if first is None or found[1].seq < first[1].seq:
+                    first = found
     return None if first is None else _finding(*first)
+
+
+def _first_other(ref: RankReader, ref_id: int, other: RankReader, other_id: int) -> int:
+    """In which of the steps that two contents stand for their hashes first differ; -1 where in none."""
+    steps = ref.together(ref_id) or other.together(other_id)
+    if steps is None:
+        x, y = ref.content(ref_id).hash, other.content(other_id).hash
+        return 0 if x and y and x != y else -1
+    same = ref.per_step(ref_id, steps).has_hash_of(other.per_step(other_id, steps))
+    return -1 if same.all() else int(same.argmin())
+
+
+def _same_shapes(a: StoredRecord, b: StoredRecord) -> bool:
+    shapes = ([(slot.shape, slot.dtype) for slot in record.slots] for record in (a, b))
+    return a.args == b.args and operator.eq(*shapes)
 
 
 def _finding(a: StoredRecord, b: StoredRecord, slot: StoredSlot) -> Finding:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from dispatch_trace.align.canon import dtype_class
-from dispatch_trace.align.content import EXTREME
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Link, Pairing
+from dispatch_trace.align.summaries import EXTREME
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.noise import NoisePass, within

@@ -28,6 +28,7 @@ from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.twin_values import SMALL, Fingerprint, fingerprint, plain
 from dispatch_trace.schema import StepInfo, StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.singly import Singly
 
 # Data that is kept beside fingerprints, at most.
 KEPT_BYTES = 1 << 28
@@ -37,7 +38,7 @@ Leaf = Callable[[int], torch.Tensor | None]
 Progress = Callable[[int, int], None]
 
 
-class TwinTrace:
+class TwinTrace(Singly):
     """One rank's program in float64; reads like a `RankReader`.
 
     Attributes:

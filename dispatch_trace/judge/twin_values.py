@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dispatch_trace.align.content import EXTREME
+from dispatch_trace.align.summaries import EXTREME
 from dispatch_trace.chunks import fold_chunk
 from dispatch_trace.sketch import CHUNK, K
 

@@ -7,7 +7,6 @@ Everything else is `inconclusive`, and `reasons` says why.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -29,6 +28,7 @@ from dispatch_trace.judge.noise import NoisePass, within
 from dispatch_trace.judge.persistence import is_hidden, module_values
 from dispatch_trace.judge.reordered import without_relabelling
 from dispatch_trace.judge.suspects import Suspects
+from dispatch_trace.per_step import greatest, hypot
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 
 MIN_COVERAGE = 0.9
@@ -267,16 +267,14 @@ class RoundJudge:
         noise = self._noise
         difference = self._pairing.compare_slots(ref, a, target, b)
         here, clean, flags, suspicious = noise.slot_noise(target, b)
-        ref_noise = max(
-            (
-                0.0 if noise.is_measured(o.value) else noise._ref_noise.get(o.value, 0.0)
-                for o in self._pairing.ref.origins(ref, a)
-            ),
-            default=0.0,
-        )
-        band = noise.band(math.hypot(clean if suspicious else here, ref_noise), difference)
+        unmeasured = [
+            0.0 if noise.is_measured(o.value) else noise._ref_noise.get(o.value, 0.0)
+            for o in self._pairing.ref.origins(ref, a)
+        ]
+        ref_noise = greatest(0.0, *unmeasured)
+        band = noise.band(hypot(clean if suspicious else here, ref_noise), difference)
         floors = [self._pairing.floors.get(o.value, 0.0) for o in self._pairing.ref.origins(ref, a)]
-        band = max([band, *floors]) if band else band
+        band = greatest(band, *floors) if band else band
         if not difference.known:
             empty = a.note or b.note or 0 in a.shape
             return Output(target, b, ref, a, difference, True if empty else None, band, frozenset())

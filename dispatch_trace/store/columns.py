@@ -112,6 +112,29 @@ def decode_column(column: Column, num_rows: int) -> list[Any]:
     return values
 
 
+def column_array(column: Column, num_rows: int) -> npt.NDArray[np.int64]:
+    """A column of integers, as an array.
+
+    Raises:
+      TraceFormatError: as `decode_column`, and for what is no integer of 64 bits.
+    """
+    try:
+        encoding, data = column
+        if encoding == "const":
+            return np.full(num_rows, data, dtype=np.int64)
+        if encoding == "range":
+            return np.arange(data, data + num_rows, dtype=np.int64)
+        if encoding in _PACKED:
+            found = np.frombuffer(data, dtype=encoding).astype(np.int64)
+        else:
+            found = np.array(decode_column(column, num_rows), dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceFormatError(f"a column cannot be decoded: {error}") from error
+    if len(found) != num_rows:
+        raise TraceFormatError(f"a column holds {len(found)} rows instead of {num_rows}")
+    return found
+
+
 class Interner:
     """Numbers equal keys alike, in order of first appearance."""
 

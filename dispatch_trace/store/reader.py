@@ -28,6 +28,7 @@ from dispatch_trace.store.frames import SHARD_NAME, SegmentScan, list_segments, 
 from dispatch_trace.store.records import RecordsFrame
 from dispatch_trace.store.remote import place
 from dispatch_trace.store.shards import Shard, hash_file
+from dispatch_trace.store.singly import Singly
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,7 @@ class _FrameEntry:
         self.last_seq: int = frame["last_seq"]
 
 
-class RankReader:
+class RankReader(Singly):
     """One rank of a trace.
 
     Attributes:
@@ -201,6 +202,10 @@ class RankReader:
         """
         return self._frame_of(id).content(id)
 
+    def has_hash(self, id: int) -> bool:
+        """Whether a hash of a content was taken."""
+        return bool(self.content(id).hash)
+
     def contents(self) -> Iterator[StoredContent]:
         """All contents in the order of writing."""
         for index, entry in enumerate(self._entries):
@@ -223,6 +228,29 @@ class RankReader:
             raise TraceFormatError(f"{self.path}: content {id} has no row in its table of sketches")
         sketch: np.ndarray[Any, Any] = table[row].copy()
         return sketch
+
+    def sketch_table(self, place: tuple[int, int, int] | None) -> np.ndarray[Any, Any]:
+        """[m, k] float32: the sketches of a frame, from where its `sketch` says that they lie.
+
+        Raises:
+          TraceFormatError: the shard that holds them is missing or corrupt, or there is none.
+        """
+        if place is None:
+            raise TraceFormatError(f"{self.path}: a frame has contents with sketches, and no table of them")
+        return self._sketch_table(*place)
+
+    def frames(self) -> Iterator[RecordsFrame]:
+        """The frames of records and contents, in the order of writing.
+
+        Raises:
+          TraceFormatError: one cannot be read.
+        """
+        return map(self._frame, range(len(self._entries)))
+
+    @property
+    def model_names(self) -> dict[str, str]:
+        """Models by the names that they got after some records had been written."""
+        return self._model_names
 
     def array(self, id: int) -> np.ndarray[Any, Any] | None:
         """The data as NumPy has it (bfloat16 widened to float32), without torch.

@@ -16,13 +16,16 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.schema import STATISTICS, RawRecord, StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.columns import (
     Column,
     Interner,
+    column_array,
     decode_column,
     int_column,
     pack_plain,
@@ -226,6 +229,13 @@ class _Table:
                 raise TraceFormatError(f"a records frame lacks the column {name!r}")
             decoded = self._decoded[name] = decode_column(column, self.num_rows)
         return decoded
+
+    def array(self, name: str) -> npt.NDArray[np.int64]:
+        """A column of integers."""
+        column = self._columns.get(name)
+        if column is None:
+            raise TraceFormatError(f"a records frame lacks the column {name!r}")
+        return column_array(column, self.num_rows)
 
 
 class RecordsFrame:
@@ -451,6 +461,46 @@ class RecordsFrame:
     @cached_property
     def _stat_rows(self) -> list[tuple[Any, ...]]:
         return list(zip(*(self._content[f"stat.{name}"] for name in STATISTICS), strict=True))
+
+    # Whole columns, as arrays ---------------------------------------------------------------------
+
+    def record_arrays(self, names: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Columns of the records, [num_records] each; texts and arguments by their numbers in this frame."""
+        return [self._record.array(name) for name in names]
+
+    def slot_arrays(self, names: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """The same of the slots, those of one record after the other."""
+        return [self._slot.array(name) for name in names]
+
+    def producer_arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Numbers of the records, and of their slots, that wrote what slots hold: of all slots in order."""
+        return self._producer.array("seq"), self._producer.array("slot")
+
+    def content_arrays(self, names: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """The same of the contents, [num_contents] each."""
+        return [self._content.array(name) for name in names]
+
+    def hashes(self) -> list[bytes]:
+        """The digests of the contents, b"" where none was taken."""
+        return [bytes(value or b"") for value in self._content["hash"]]
+
+    def statistics(self) -> npt.NDArray[np.float64]:
+        """[num_contents, len(STATISTICS)]; NaN for what is undefined or was not wanted."""
+        table = np.empty((self.num_contents, len(STATISTICS)))
+        for at, name in enumerate(STATISTICS):
+            table[:, at] = np.array(self._content[f"stat.{name}"], dtype=np.float64)
+        return table
+
+    def packed_values(self) -> list[bytes]:
+        """The plain values of this frame as they are packed: equal bytes are equal values."""
+        unpacker = msgpack.Unpacker(max_buffer_size=0)
+        unpacker.feed(self._packed_values)
+        found, begin = [], 0
+        for _ in range(unpacker.read_array_header()):
+            begin = unpacker.tell()
+            unpacker.skip()
+            found.append(self._packed_values[begin : unpacker.tell()])
+        return found
 
     def place(self, content_id: int) -> tuple[int, int]:
         """(shard, number of the first part) of a content; (-1, -1) without data."""

@@ -1,0 +1,223 @@
+"""One number for each of several steps, which rules written for one number take as they are.
+
+Steps that repeat (`align.repeated`) are judged all at once: where a rule has a number of a step, it gets a
+`PerStep`. Arithmetic runs on all steps. A comparison cannot: it answers for the first step, and the steps for
+which it would have been another are noted as *astray*; whoever started it judges those by themselves. So one
+set of rules serves both, and no step gets a result that its own numbers would not have given: whatever is not
+known here (`float`, formatting, `math`) sends all but the first astray.
+
+`hypot`, `greatest` and the like take plain numbers and `PerStep` alike, with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class Together:
+    """Steps whose numbers are taken together.
+
+    Attributes:
+      astray: [num] which of them would have taken another way; never the first.
+    """
+
+    def __init__(self, num: int) -> None:
+        self.astray: npt.NDArray[np.bool_] = np.zeros(num, dtype=bool)
+
+    def decide(self, holds: npt.NDArray[np.bool_]) -> bool:
+        """What holds for the first step; the others for which it does not are astray."""
+        first = bool(holds[0])
+        self.astray |= holds != first
+        return first
+
+    def lose(self) -> None:
+        """All but the first are astray."""
+        self.astray[1:] = True
+
+
+class PerStep:
+    """One number for each of the steps of a `Together`; its values are never changed."""
+
+    __slots__ = ("together", "values")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, values: Floats, together: Together) -> None:
+        self.values = values
+        self.together = together
+
+    def _made(self, values: Floats) -> PerStep:
+        return PerStep(values, self.together)
+
+    def __add__(self, other: Any) -> PerStep:
+        return self._made(self.values + _values(other))
+
+    def __sub__(self, other: Any) -> PerStep:
+        return self._made(self.values - _values(other))
+
+    def __rsub__(self, other: Any) -> PerStep:
+        return self._made(_values(other) - self.values)
+
+    def __mul__(self, other: Any) -> PerStep:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._made(self.values * _values(other))
+
+    def __truediv__(self, other: Any) -> PerStep:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            return self._made(self.values / _values(other))
+
+    def __rtruediv__(self, other: Any) -> PerStep:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            return self._made(_values(other) / self.values)
+
+    def __neg__(self) -> PerStep:
+        return self._made(-self.values)
+
+    def __abs__(self) -> PerStep:
+        return self._made(np.abs(self.values))
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __bool__(self) -> bool:
+        return self.together.decide(self.values != 0)
+
+    def __eq__(self, other: object) -> bool:
+        return self.together.decide(self.values == _values(other))
+
+    def __ne__(self, other: object) -> bool:
+        return self.together.decide(self.values != _values(other))
+
+    def __lt__(self, other: Any) -> bool:
+        return self.together.decide(self.values < _values(other))
+
+    def __le__(self, other: Any) -> bool:
+        return self.together.decide(self.values <= _values(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return self.together.decide(self.values > _values(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return self.together.decide(self.values >= _values(other))
+
+    def __float__(self) -> float:
+        self.together.lose()
+        return float(self.values[0])
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __repr__(self) -> str:
+        return f"PerStep({self.values!r})"
+
+
+def each(values: Floats, together: Together) -> float:
+    """Numbers [num] of steps, for what takes a float: which says `float` takes a `PerStep` as well."""
+    number: Any = PerStep(values, together)
+    made: float = number
+    return made
+
+
+def _values(number: Any) -> Any:
+    return number.values if isinstance(number, PerStep) else number
+
+
+def of_step(number: Any, position: int) -> Any:
+    """The number of one step, a plain float; what is no `PerStep` is that of every step."""
+    return float(number.values[position]) if isinstance(number, PerStep) else number
+
+
+def greatest(*numbers: float) -> float:
+    """The largest of some numbers, step by step."""
+    return _extreme(numbers, max, np.maximum)
+
+
+def smallest(*numbers: float) -> float:
+    """The smallest of some numbers, step by step."""
+    return _extreme(numbers, min, np.minimum)
+
+
+def _extreme(numbers: tuple[Any, ...], plain: Any, array: Any) -> float:
+    steps = [n for n in numbers if isinstance(n, PerStep)]
+    if not steps:
+        least: float = plain(numbers)
+        return least
+    found = _values(numbers[0])
+    for number in numbers[1:]:
+        found = array(found, _values(number))
+    return each(found, steps[0].together)
+
+
+def root(number: Any) -> float:
+    """The square root."""
+    if isinstance(number, PerStep):
+        return each(np.sqrt(number.values), number.together)
+    return math.sqrt(number)
+
+
+def hypot(*numbers: Any) -> float:
+    """The root of the sum of squares, without overflow on the way.
+
+    Not `math.hypot`: it rounds otherwise than NumPy's, and both kinds of numbers have to come out alike.
+    """
+    if all(type(n) is float for n in numbers):
+        top: float = max(map(abs, numbers))
+        if top == 0.0 or not math.isfinite(top):
+            return top
+        total = 0.0
+        for number in numbers:
+            total += (number / top) * (number / top)
+        return top * math.sqrt(total)
+    steps = [n for n in numbers if isinstance(n, PerStep)]
+    if not steps:
+        return hypot(*map(float, numbers))
+    values = [np.abs(_values(n)) for n in numbers]
+    largest = values[0]
+    for value in values[1:]:
+        largest = np.maximum(largest, value)
+    largest = np.broadcast_to(largest, steps[0].values.shape)
+    odd = (largest == 0.0) | ~np.isfinite(largest)
+    scale = np.where(odd, 1.0, largest)
+    sums = np.zeros(scale.shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for value in values:
+            sums += (value / scale) * (value / scale)
+        found = np.where(odd, largest, scale * np.sqrt(sums))
+    return each(found, steps[0].together)
+
+
+def per_step_of(*numbers: Any) -> Together | None:
+    """The steps that some of the numbers stand for; None where all are plain."""
+    return next((n.together for n in numbers if isinstance(n, PerStep)), None)
+
+
+def is_smaller(first: Any, second: Any, steps: Together) -> npt.NDArray[np.bool_]:
+    """[num steps], where the first number is smaller than the second."""
+    return np.broadcast_to(_values(first) < _values(second), steps.astray.shape)
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a number is finite."""
+    if isinstance(number, PerStep):
+        return number.together.decide(np.isfinite(number.values))
+    return math.isfinite(number)
+
+
+__all__ = [
+    "PerStep",
+    "Together",
+    "each",
+    "greatest",
+    "hypot",
+    "is_finite",
+    "is_smaller",
+    "of_step",
+    "per_step_of",
+    "root",
+    "smallest",
+]

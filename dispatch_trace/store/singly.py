@@ -1,0 +1,53 @@
+"""A rank each of whose records and contents stands for itself.
+
+Where steps repeat (`align.repeated`), one record stands for one in each step, and so do contents: who reads a
+rank asks these methods, and all ranks but that view answer so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from dispatch_trace.schema import StoredRecord
+
+if TYPE_CHECKING:
+    from dispatch_trace.per_step import Together
+    from dispatch_trace.store.table import StepContents
+
+
+class Singly:
+    """What readers of ranks share."""
+
+    def together(self, id: int) -> Together | None:
+        """The steps that the number of a content stands for; None where it is that of one content."""
+        return None
+
+    def per_step(self, id: int, steps: Together) -> StepContents:
+        """The content of each step that a number stands for, or the one content for each of them."""
+        raise NotImplementedError
+
+    def chosen(self, first: int, second: int, where: npt.NDArray[Any], steps: Together) -> int:
+        """A number for the contents behind the second of two numbers in some steps, else behind the first.
+
+        Args:
+          where: [num steps] bool, the second's steps.
+        """
+        raise NotImplementedError
+
+    @property
+    def unfolded(self) -> Any:
+        """The rank with all its steps."""
+        return self
+
+    def in_step(self, record: StoredRecord, position: int) -> StoredRecord:
+        """The record that one stands for in one of the steps that repeat, 0 for the first."""
+        return record
+
+    def repeats(self, record: StoredRecord) -> int:
+        """How many records, one in each step, a record stands for."""
+        return 1
+
+
+__all__ = ["Singly"]
