@@ -1,14 +1,17 @@
-// Statistics and sketch of a tensor in one pass: the compiled twin of moments.py, chunks.py and sketch.py.
+// Statistics and sketch of a tensor in one pass: the compiled twin of moments.py, chunks.py and sketch.py. And the
+// difference of two, row by row: that of align/row_sums.py.
 //
 // Guarantees: counts, min, max and the sketch have the bits of the plain path; sums are taken in double.
 // Nothing is allocated and no state is kept but the table of signs, so any thread may call at any time.
-// kernel.py compiles this for the machine, and passes K, BLOCK, BLOCKS, LENGTHS and the seeds of sketch.py.
+// kernel_build.py compiles this for the machine, and passes K, BLOCK, BLOCKS, LENGTHS and the seeds of sketch.py.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#if defined(__SSE__)
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__SSE__)
 #include <xmmintrin.h>
 #endif
 
@@ -19,7 +22,7 @@ constexpr int64_t half = lengths[0];  // what the first folding step leaves of a
 constexpr int64_t chunk_size = int64_t(BLOCK) * BLOCKS;
 uint8_t position_signs[BLOCKS][BLOCK];  // 128 for a minus
 
-// Mirrored by kernel.py. Sums of integers are high * 2^32 + low.
+// Mirrored by kernel_build.py. Sums of integers are high * 2^32 + low.
 struct Totals {
     int64_t n, nan, posinf, neginf, zeros;
     double low, high, sum, abs_sum, sq_sum, quad_sum;
@@ -262,6 +265,12 @@ struct Bfloat16 {
     }
 };
 
+inline float float16_value(uint16_t x) {
+    const uint32_t size = x & 0x7FFFu, sign = uint32_t(x & 0x8000u) << 16;
+    const float value = bits_of<float>(size << 13) * 0x1p112f;  // between the exponents' biases; exact
+    return bits_of<float>((size < 0x7C00u ? bits_of<uint32_t>(value) : size << 13 | 0x7F800000u) | sign);
+}
+
 struct Float16 {
     using Input = uint16_t;
     using Folded = float;
@@ -269,11 +278,7 @@ struct Float16 {
     float spare[BLOCK], wide[BLOCK];
     const float* widen(const uint16_t* x, int64_t n) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++) {
-            const uint32_t size = x[i] & 0x7FFFu, sign = uint32_t(x[i] & 0x8000u) << 16;
-            const float value = bits_of<float>(size << 13) * 0x1p112f;  // between the exponents' biases; exact
-            wide[i] = bits_of<float>((size < 0x7C00u ? bits_of<uint32_t>(value) : size << 13 | 0x7F800000u) | sign);
-        }
+        for (int64_t i = 0; i < n; i++) wide[i] = float16_value(x[i]);
         return wide;
     }
 };
@@ -336,11 +341,203 @@ bool add_whole(Totals& t, double* sketch, const void* data, int64_t n, int64_t c
 }
 
 using Add = bool (*)(Totals&, double*, const void*, int64_t, int64_t);
-// In the order of kernel.py.
+// In the order of kernel_build.py, but for kinds of one byte, which go by codes.
 constexpr Add kinds[] = {
     add_kind<Float32>,  add_kind<Bfloat16>, add_kind<Float16>,   add_kind<Float64>,   add_whole<int16_t>,
     add_whole<int32_t>, add_whole<int64_t>, add_whole<uint16_t>, add_whole<uint32_t>, add_whole<uint64_t>,
 };
+
+// -- Differences -----------------------------------------------------------------------------------
+
+constexpr int64_t compared_at_once = 1024;  // small enough for the nearest cache, which reads them several times
+
+// Each kind of values: `widen` gives n <= compared_at_once of them as floats or doubles. `size` is an integer that
+// grows with the absolute value, infinities and NaN largest; `limit` that from which on it is not below `extreme`.
+struct OfFloat32 {
+    using Input = float;
+    using Size = uint32_t;
+    const float* widen(const float* x, int64_t) { return x; }
+    static Size size(float x) { return bits_of<uint32_t>(x) & 0x7FFFFFFFu; }
+    static Size limit(double extreme) {
+        const float near = float(extreme);
+        return size(double(near) < extreme ? std::nextafterf(near, INFINITY) : near);
+    }
+};
+
+template <class Kind>
+struct OfHalf {
+    using Input = uint16_t;
+    using Size = uint16_t;
+    float wide[compared_at_once];
+    const float* widen(const uint16_t* x, int64_t n) {
+        Kind::widen(wide, x, n);
+        return wide;
+    }
+    static Size size(uint16_t x) { return x & 0x7FFFu; }
+    static Size limit(double extreme) { return Kind::limit(extreme); }
+};
+
+struct AsBfloat16 {
+    static void widen(float* __restrict wide, const uint16_t* __restrict x, int64_t n) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) wide[i] = bits_of<float>(uint32_t(x[i]) << 16);
+    }
+    static uint16_t limit(double extreme) { return uint16_t((OfFloat32::limit(extreme) + 0xFFFFu) >> 16); }
+};
+
+struct AsFloat16 {
+    static void widen(float* __restrict wide, const uint16_t* __restrict x, int64_t n) {
+        int64_t i = 0;
+#if defined(__F16C__) && defined(__AVX__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(wide + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+#endif
+        for (; i < n; i++) wide[i] = float16_value(x[i]);
+    }
+    static uint16_t limit(double) { return 0x7C00u; }  // no finite one is that large
+};
+
+using OfBfloat16 = OfHalf<AsBfloat16>;
+using OfFloat16 = OfHalf<AsFloat16>;
+
+struct OfFloat64 {
+    using Input = double;
+    using Size = uint64_t;
+    const double* widen(const double* x, int64_t) { return x; }
+    static Size size(double x) { return bits_of<uint64_t>(x) & 0x7FFFFFFFFFFFFFFFull; }
+    static Size limit(double extreme) { return size(extreme); }
+};
+
+template <class T>
+struct OfInteger {
+    using Input = T;
+    using Size = uint8_t;
+    double wide[compared_at_once];
+    const double* widen(const T* x, int64_t n) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) wide[i] = double(x[i]);
+        return wide;
+    }
+    static Size size(T) { return 0; }
+    static Size limit(double) { return 1; }
+};
+
+template <class A>
+bool is_within(const typename A::Input* x, int64_t n, double extreme) {
+    typename A::Size largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; i++) largest = A::size(x[i]) > largest ? A::size(x[i]) : largest;
+    return largest < A::limit(extreme);
+}
+
+// What an element that is out of bounds stands for; 0 where it is within.
+inline double place(double x, double extreme) {
+    return std::fabs(x) < extreme ? 0.0 : x != x ? 2.0 : x < 0 ? -1.0 : 1.0;
+}
+
+template <class R, class T>
+void add_within(const R* r, const T* t, int64_t n, double& error, double& norm) {
+    double errors = 0, norms = 0;
+#pragma omp simd reduction(+ : errors, norms)
+    for (int64_t i = 0; i < n; i++) {
+        const double a = double(r[i]), d = double(t[i]) - a;
+        errors += d * d;
+        norms += a * a;
+    }
+    error += errors;
+    norm += norms;
+}
+
+// The same of n values that had 16 bits, in single precision, where that is as good: squares of such values are exact
+// in it, and what is lost in a sum of so few is 1e-5 of it at most.
+inline bool add_halves(const float* r, const float* t, int64_t n, double& error, double& norm) {
+    float errors = 0, norms = 0;
+#pragma omp simd reduction(+ : errors, norms)
+    for (int64_t i = 0; i < n; i++) {
+        const float d = t[i] - r[i];
+        errors += d * d;
+        norms += r[i] * r[i];
+    }
+    const auto is_plain = [](float x) { return x > 0x1p-80f && x < 0x1p100f; };
+    if (!is_plain(errors) || !is_plain(norms)) return false;
+    error += double(errors);
+    norm += double(norms);
+    return true;
+}
+
+template <class Kind>
+struct IsHalf : std::false_type {};
+template <class Kind>
+struct IsHalf<OfHalf<Kind>> : std::true_type {};
+
+// The same, one at a time, of elements some of which are out of bounds: those count by place.
+template <class R, class T>
+int64_t add_some(const R* r, const T* t, int64_t n, double extreme, double& error, double& norm) {
+    int64_t odd = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double a = double(r[i]), b = double(t[i]), d = b - a;
+        const double first = place(a, extreme), second = place(b, extreme);
+        odd += first != second;
+        if (first != 0 || second != 0) continue;
+        error += d * d;
+        norm += a * a;
+    }
+    return odd;
+}
+
+template <class A, class B>
+int64_t compare_rows(const void* ref, const void* target, int64_t rows, int64_t width, double extreme, double* errors,
+                     double* norms) {
+    A first;
+    B second;
+    const auto* r = static_cast<const typename A::Input*>(ref);
+    const auto* t = static_cast<const typename B::Input*>(target);
+    int64_t odd = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        double error = 0, norm = 0;
+        for (int64_t begin = 0; begin < width; begin += compared_at_once) {
+            const int64_t n = least(width - begin, compared_at_once);
+            const auto* a = first.widen(r, n);
+            const auto* b = second.widen(t, n);
+            if (!is_within<A>(r, n, extreme) || !is_within<B>(t, n, extreme)) {
+                odd += add_some(a, b, n, extreme, error, norm);
+            } else {
+                bool done = false;
+                if constexpr (IsHalf<A>::value && IsHalf<B>::value) done = add_halves(a, b, n, error, norm);
+                if (!done) add_within(a, b, n, error, norm);
+            }
+            r += n, t += n;
+        }
+        errors[row] = error;
+        norms[row] = norm;
+    }
+    return odd;
+}
+
+using Compare = int64_t (*)(const void*, const void*, int64_t, int64_t, double, double*, double*);
+
+template <class A>
+Compare compare_floats(int64_t target) {
+    constexpr Compare found[] = {compare_rows<A, OfFloat32>, compare_rows<A, OfBfloat16>, compare_rows<A, OfFloat16>,
+                                 compare_rows<A, OfFloat64>};
+    return found[target];
+}
+
+template <class T>
+constexpr Compare compare_whole = compare_rows<OfInteger<T>, OfInteger<T>>;
+
+Compare compare_of(int64_t ref, int64_t target) {
+    constexpr Compare whole[] = {compare_whole<int16_t>,  compare_whole<int32_t>,  compare_whole<int64_t>,
+                                 compare_whole<uint16_t>, compare_whole<uint32_t>, compare_whole<uint64_t>,
+                                 compare_whole<int8_t>,   compare_whole<uint8_t>};
+    if (ref > 3 || target > 3) return ref == target ? whole[ref - 4] : nullptr;
+    switch (ref) {
+        case 0: return compare_floats<OfFloat32>(target);
+        case 1: return compare_floats<OfBfloat16>(target);
+        case 2: return compare_floats<OfFloat16>(target);
+        default: return compare_floats<OfFloat64>(target);
+    }
+}
 
 }  // namespace
 
@@ -395,4 +592,14 @@ EXPORT void dispatch_trace_add_many(const Part* parts, int64_t count, Totals* to
         done[i] = kinds[parts[i].kind](totals[i], sketches ? sketch : nullptr, parts[i].data, parts[i].n, 0);
         if (sketches) finish(sketches + i * K, sketch);
     }
+}
+
+// Squared L2 norms of target - ref, and of ref, for each row of two contiguous [rows, width]. Elements of which one is
+// not below `extreme` in size are left out. Returns how many of those differ in kind (NaN, or by sign); -1 where these
+// kinds of values are not compared here.
+EXPORT int64_t dispatch_trace_compare(const void* ref, int64_t ref_kind, const void* target, int64_t target_kind,
+                                      int64_t rows, int64_t width, double extreme, double* errors, double* norms) {
+    Ieee ieee;
+    const Compare compare = compare_of(ref_kind, target_kind);
+    return compare ? compare(ref, target, rows, width, extreme, errors, norms) : -1;
 }

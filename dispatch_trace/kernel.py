@@ -1,96 +1,37 @@
-"""The compiled way to statistics and sketches: `kernel.cpp`, built once for this machine and cached.
+"""Statistics and sketches of tensors by the compiled functions (`kernel_build`).
 
 Guarantees: counts, min, max and sketches have the bits of the plain path (`moments`, `chunks`, `sketch`),
-sums agree to 1e-6 of `abs_sum`; a build that does not give the sketch's check value is not used. Where there
-is no C++ compiler, no place for the build, or DISPATCH_TRACE_KERNEL is off, there is no kernel and nothing is
-said: the plain path does the same in about five times the time. Calls let go of the interpreter lock.
-
-The build is made in the background, and goes on when the program ends. It lies in
-`$XDG_CACHE_HOME/dispatch_trace` (or `~/.cache/dispatch_trace`), in a directory that only its owner may write
-to, under a name made of everything that it depends on.
+sums agree to 1e-6 of `abs_sum`. The plain path does the same in about five times the time.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
-import threading
-import zlib
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dispatch_trace import kernel_build
 from dispatch_trace import sketch as sketches
+from dispatch_trace.kernel_build import KINDS, TOTALS, Library, why_not
 from dispatch_trace.moments import ByteMoments, Totals, Value
-from dispatch_trace.processor import build_target
-from dispatch_trace.sketch import BLOCK, BLOCKS_PER_CHUNK, LENGTHS, SEED_BLOCK, SEED_POSITION, K
+from dispatch_trace.sketch import K
 
-SWITCH = "DISPATCH_TRACE_KERNEL"
-_OFF = ("0", "false", "no", "off", "")
-_SOURCE = Path(__file__).with_name("kernel.cpp")
-# Contraction may change the last bits of sums; the sketch has no products.
-_FLAGS = (
-    *("-std=c++17", "-O2", "-march=native", "-fopenmp-simd", "-ffp-contract=fast", "-fno-math-errno"),
-    *("-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-shared", "-fPIC"),
-)
-_BUILD = (
-    'own=$1 made=$2 final=$3; shift 3; nice "$@" && mv "$made" "$final"; code=$?; rm -rf "$own"; exit $code'
-)
-_BUILD_S = 120.0
-
-# Kinds of values, in the order of kernel.cpp.
-_KINDS = {
-    getattr(torch, name): kind
-    for kind, name in enumerate(
-        ("float32", "bfloat16", "float16", "float64", "int16", "int32", "int64", "uint16", "uint32", "uint64")
-    )
-}
+# One byte has few values, which are counted by code instead.
+_KINDS = {getattr(torch, name): kind for name, kind in KINDS.items() if getattr(torch, name).itemsize > 1}
 _FIRST_INTEGER, _UINT64 = _KINDS[torch.int16], _KINDS[torch.uint64]
-_TOTALS = np.dtype(
-    [(name, "<i8") for name in ("n", "nan", "posinf", "neginf", "zeros")]
-    + [(name, "<f8") for name in ("low", "high", "sum", "abs_sum", "sq_sum", "quad_sum")]
-    + [(name, "<i8") for name in ("int_low", "int_high", "sum_high", "sum_low", "abs_high", "abs_low")]
-)
 _PART = np.dtype([("data", "<u8"), ("n", "<i8"), ("kind", "<i8")])
 
 
 class Kernel:
     """The compiled functions."""
 
-    def __init__(self, path: Path) -> None:
-        """
-        Raises:
-          OSError: the build cannot be loaded, or does not compute what it should.
-        """
-        library = ctypes.CDLL(str(path))
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._add = library.dispatch_trace_add
-        self._add.argtypes = (pointer, number, number, number, pointer, pointer)
-        self._add_codes = library.dispatch_trace_add_codes
-        self._add_codes.argtypes = (pointer, number, number, pointer, pointer, pointer)
-        self._finish = library.dispatch_trace_finish
-        self._finish.argtypes = (pointer, pointer)
-        self._add_many = library.dispatch_trace_add_many
-        self._add_many.argtypes = (pointer, number, pointer, pointer, pointer)
-        for function in (self._finish, self._add_many):
-            function.restype = None
-        library.dispatch_trace_init()
-        checked = Running(self, torch.float32, sketch=True)
-        values = sketches.check_values()
-        checked.add(values.ctypes.data, values.shape[0], 0)
-        found = checked.sketch()
-        if found is None or zlib.crc32(found.astype("<f4").tobytes()) != sketches.SKETCH_PARAMETERS["check"]:
-            raise OSError(f"{path} does not compute the sketch")
+    def __init__(self, library: Library) -> None:
+        self._add, self._add_codes = library.add, library.add_codes
+        self._finish, self._add_many = library.finish, library.add_many
 
     def many(
         self, tensors: Sequence[Tensor], *, sketch: bool
@@ -101,7 +42,7 @@ class Kernel:
         """
         count = len(tensors)
         parts = np.array([(address(t), t.numel(), _KINDS[t.dtype]) for t in tensors], dtype=_PART)
-        totals = np.empty(count, dtype=_TOTALS)
+        totals = np.empty(count, dtype=TOTALS)
         table = np.empty((count, K), dtype=np.float32) if sketch else None
         done = np.empty(count, dtype=np.uint8)
         self._add_many(
@@ -133,7 +74,7 @@ class Running:
         self.chunk_dtype = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         if self._codes is not None:
             self.chunk_dtype = torch.uint8
-        self._totals = np.zeros(1, dtype=_TOTALS)
+        self._totals = np.zeros(1, dtype=TOTALS)
         self._totals["low"], self._totals["high"] = np.inf, -np.inf
         self._kind = _KINDS.get(dtype, 0)
         self._sketch = np.zeros(K) if sketch else None
@@ -219,111 +160,19 @@ def address(tensor: Tensor) -> int:
     return start + int(tensor.storage_offset()) * tensor.element_size()
 
 
-# Building -----------------------------------------------------------------------------------------
-
-
-class _Build:
-    """The one build of this process: looked for once, made in the background where it is missing."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self.kernel: Kernel | None = None
-        self.why_not = ""
-
-    def find(self, wait: bool) -> Kernel | None:
-        if self.kernel is None and not self.why_not:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._load, name="dispatch_trace kernel", daemon=True
-                    )
-                    self._thread.start()
-            if wait:
-                self._thread.join()
-        return self.kernel
-
-    def _load(self) -> None:
-        try:
-            self.kernel = Kernel(_built())
-        except (OSError, AttributeError, subprocess.SubprocessError) as error:
-            self.why_not = f"{type(error).__name__}: {error}"
-
-
-_THE_BUILD = _Build()
-
-
 def find(*, wait: bool = False) -> Kernel | None:
     """The kernel; None where there is none, or none yet.
 
     Args:
       wait: until it is built, a few seconds once a machine.
     """
-    return _THE_BUILD.find(wait)
+    library = kernel_build.find(wait=wait)
+    return None if library is None else _kernel_of(library)
 
 
-def why_not() -> str:
-    """Why there is no kernel; "" where there is one, or it is not known yet."""
-    return _THE_BUILD.why_not
-
-
-def _built() -> Path:
-    """The path of the build, made where it is missing.
-
-    Raises:
-      OSError, subprocess.SubprocessError: it cannot be had.
-    """
-    if os.environ.get(SWITCH, "on").strip().lower() in _OFF:
-        raise OSError(f"{SWITCH} is off")
-    if sys.byteorder != "little":
-        raise OSError("this machine is big-endian")
-    compiler = _compiler()
-    defines = {
-        "K": K,
-        "BLOCK": BLOCK,
-        "BLOCKS": BLOCKS_PER_CHUNK,
-        "LENGTHS": ",".join(map(str, LENGTHS)),
-        "SEED_POSITION": f"{SEED_POSITION}u",
-        "SEED_BLOCK": f"{SEED_BLOCK}u",
-    }
-    command = [compiler, *_FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
-    facts = [*command, _SOURCE.read_text(encoding="utf-8"), platform.machine(), build_target()]
-    facts.append(str(Path(compiler).resolve().stat().st_mtime_ns))
-    name = f"kernel-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:24]}.so"
-    folder = _folder()
-    final = folder / name
-    if not final.exists():
-        own = tempfile.mkdtemp(prefix="build-", dir=folder)
-        made = os.path.join(own, name)
-        # By a shell in a session of its own: a short program would else begin anew each time.
-        shell = ["sh", "-c", _BUILD, "sh", own, made, str(final), *command, str(_SOURCE), "-o", made]
-        quiet = subprocess.DEVNULL
-        with subprocess.Popen(
-            shell, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, start_new_session=True
-        ) as build:
-            _, errors = build.communicate(timeout=_BUILD_S)
-        if build.returncode:
-            raise OSError(f"{compiler} failed: {errors.decode(errors='replace')[:500]}")
-    return final
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    raise OSError("no C++ compiler")
-
-
-def _folder() -> Path:
-    """A directory that nobody else can write to: what lies in it will be run."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "dispatch_trace"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = folder.stat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise OSError(f"{folder} can be written to by others")
-    return folder
+@cache
+def _kernel_of(library: Library) -> Kernel:
+    return Kernel(library)
 
 
 __all__ = ["Kernel", "Running", "address", "find", "takes_whole", "why_not"]

@@ -1,4 +1,7 @@
-"""Compares the data of paired values in other processes, before judges ask one by one.
+"""Compares the data of paired values on all cores, before judges ask one by one.
+
+Where there are the compiled functions and the files lie here, threads of this process do it: what they read
+is mapped, and they hold no lock while they read. Else other processes do.
 
 Guarantees: what comes out is what comparing them here, one after the other, would give, bit for bit; what a
 worker cannot read, or does not find as it is known here, is left to be compared here. Workers open the traces
@@ -10,19 +13,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from functools import lru_cache
 
-from dispatch_trace.align.content import Comparer, Difference
+from dispatch_trace import kernel_build
+from dispatch_trace.align.content import Comparer, Difference, mapped_difference
 from dispatch_trace.align.pairs import Pairing
-from dispatch_trace.errors import DispatchTraceError
+from dispatch_trace.errors import DispatchTraceError, TraceFormatError
+from dispatch_trace.kernel_build import Library
 from dispatch_trace.schema import StoredContent
+from dispatch_trace.store.mapped import Mapped
 from dispatch_trace.store.reader import RankReader
 from dispatch_trace.store.remote import place
 from dispatch_trace.workers import LocalProcesses
 
-WORTHWHILE_BYTES = 256 << 20  # of data, from which on processes are started for it
+WORTHWHILE_HERE_BYTES = 16 << 20  # of data, from which on threads are started for it
+WORTHWHILE_BYTES = 256 << 20  # and from which on processes are
 _TASK_BYTES = 32 << 20
 _ITEMSIZE = 8  # at most, nearly
 
@@ -39,7 +46,7 @@ def compare_ahead(
     """Fills the comparers of all rounds.
 
     Args:
-      executor: where to compare; None: processes of this machine, where there is enough to compare.
+      executor: where to compare; None: on this machine, where there is enough to compare.
       progress: called with (bytes done, bytes in all).
     Returns: how many pairs were compared.
     """
@@ -51,7 +58,12 @@ def compare_ahead(
             if not tasks:
                 continue
             if executor is None:
-                if total < WORTHWHILE_BYTES or (os.cpu_count() or 1) < 2:
+                if total < WORTHWHILE_HERE_BYTES or (os.cpu_count() or 1) < 2:
+                    continue
+                num, tasks = _run_here(one.comparer, tasks, total, progress)
+                num_compared += num
+                total = sum(size for _, size in tasks)
+                if total < WORTHWHILE_BYTES:
                     continue
                 executor = stack.enter_context(LocalProcesses())  # for the rounds that follow as well
             ref, target = one.comparer.ref, one.comparer.target
@@ -78,6 +90,55 @@ def _tasks(pairing: Pairing) -> list[tuple[Task, int]]:
                 size = _ITEMSIZE * math.prod(a.shape)
                 found[key] = ((key[0], a.hash), (key[1], b.hash)), size
     return list(found.values())
+
+
+def _run_here(
+    comparer: Comparer,
+    tasks: list[tuple[Task, int]],
+    total: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[int, list[tuple[Task, int]]]:
+    """Compares by threads what lies in files as it is.
+
+    Returns: how many pairs, and the tasks that are left.
+    """
+    library = kernel_build.find(wait=True)
+    if library is None:
+        return 0, tasks
+    left: list[tuple[Task, int]] = []
+    done = num_compared = 0
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="dispatch_trace compare") as threads:
+        futures: dict[Future[Difference | None], tuple[Task, int]] = {}
+        for task, size in sorted(tasks, key=lambda each: -each[1]):  # no large one at the end, on one core
+            sides = _mapped(comparer, task)
+            if sides is None:
+                left.append((task, size))
+            else:
+                futures[threads.submit(_difference, library, *sides)] = task, size
+        for future in as_completed(futures):
+            task, size = futures[future]
+            found = future.result()
+            if found is not None:
+                comparer.tell(task[0][0], task[1][0], found)
+                num_compared += 1
+            done += size
+            if progress is not None:
+                progress(done, total)
+    return num_compared, left
+
+
+def _mapped(comparer: Comparer, task: Task) -> tuple[Mapped, Mapped] | None:
+    try:
+        return comparer.mapped(task[0][0], task[1][0])
+    except TraceFormatError:
+        return None  # who compares them here says what can be said
+
+
+def _difference(library: Library, ref: Mapped, target: Mapped) -> Difference | None:
+    try:
+        return mapped_difference(library, ref, target)
+    except TraceFormatError:
+        return None
 
 
 def _run(

@@ -10,33 +10,34 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dispatch_trace import kernel_build
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.lens import StepLens
+from dispatch_trace.align.row_sums import Array, RowSums, mapped_row_sums, row_sums
 from dispatch_trace.align.rows import RowMap
 from dispatch_trace.align.steps import StepKey
 from dispatch_trace.align.summaries import (
-    EXTREME,
     SKETCH_FLOOR,
     WHY_UNKNOWN,
     Summaries,
     summary_differences,
 )
-from dispatch_trace.errors import ConfigError, DispatchTraceError
+from dispatch_trace.errors import ConfigError, DispatchTraceError, TraceFormatError
+from dispatch_trace.kernel_build import Library
 from dispatch_trace.metrics import as_numpy
 from dispatch_trace.per_step import Together, each
 from dispatch_trace.schema import StoredContent
+from dispatch_trace.store.mapped import Mapped
 from dispatch_trace.store.reader import RankReader
 
-Array: TypeAlias = npt.NDArray[Any]
-
-CHUNK = 1 << 16
+# Elements from which on tensors are compared where they lie, by the compiled functions.
+MIN_MAPPED = 1 << 16
 # Expanded views can have any number of elements; only real ones are compared one by one.
 MAX_ELEMENTS = 1 << 32
 _CACHED_BYTES = 1 << 28
@@ -327,6 +328,9 @@ class Comparer:
         if _numel(a.shape) == 0 and a.shape == b.shape:
             return EQUAL
         if self.compares_data(a, b):
+            found = self._from_mapped(ref_id, target_id)
+            if found is not None:
+                return found
             ref, target = self.array(True, ref_id), self.array(False, target_id)
             if ref is not None and target is not None:
                 return self._from_arrays(ref, target)
@@ -366,8 +370,22 @@ class Comparer:
     def _from_arrays(self, ref: Array, target: Array) -> Difference:
         if ref.shape == target.shape:
             return arrays_difference(ref, target)
-        straight = arrays_difference(ref.reshape(-1), target.reshape(-1))
-        return replace(straight, transform="reshaped", worst=None)
+        return _as_reshaped(arrays_difference(ref.reshape(-1), target.reshape(-1)), ref.shape, target.shape)
+
+    def mapped(self, ref_id: int, target_id: int) -> tuple[Mapped, Mapped] | None:
+        """The data of two contents as it lies in files, where there is enough of it; else None."""
+        if _numel(self.ref.content(ref_id).shape) < MIN_MAPPED:
+            return None
+        ref, target = self.ref.mapped(ref_id), self.target.mapped(target_id)
+        return None if ref is None or target is None else (ref, target)
+
+    def _from_mapped(self, ref_id: int, target_id: int) -> Difference | None:
+        try:
+            sides = self.mapped(ref_id, target_id)
+            library = None if sides is None else kernel_build.find(wait=True)
+            return None if sides is None or library is None else mapped_difference(library, *sides)
+        except TraceFormatError:
+            return None  # what can be said without the data is said by others
 
     def _cut(self, a: StoredContent, b: StoredContent) -> Difference:
         shapes = f"shapes differ: {list(a.shape)} against {list(b.shape)}"
@@ -434,110 +452,35 @@ class Comparer:
 
 def arrays_difference(ref: Array, target: Array) -> Difference:
     """The difference of two arrays of one shape; complex values by modulus."""
-    found = _ordinary_difference(ref, target)
-    if found is not None:
-        return found
-    squared = scale = 0.0
-    nonfinite = 0
-    for r, t, odd in _chunks(ref, target):
-        nonfinite += odd
-        if r.size:
-            d = t - r
-            squared += _square(d)
-            scale += _square(r)
-    rho = math.sqrt(squared / scale) if scale else (0.0 if squared == 0.0 else math.inf)
-    if nonfinite:
-        return Difference(rho=math.inf, nonfinite=nonfinite, method="data")
-    if rho == 0.0:
-        return Difference(equal=True, method="data")
-    return Difference(rho=rho, method="data", worst=_worst_row(ref, target))
+    return _difference_of(row_sums(ref, target))
 
 
-def _ordinary_difference(ref: Array, target: Array) -> Difference | None:
-    """The same in one pass, for real arrays with rows and nothing as large as a mask; None for others."""
-    if not _has_rows(ref) or np.iscomplexobj(ref) or np.iscomplexobj(target):
-        return None
-    width = ref.shape[-1]
-    a, b = ref.reshape(-1, width), target.reshape(-1, width)
-    step = max(1, CHUNK // width)
-    errors, norms = np.empty(a.shape[0]), np.empty(a.shape[0])
-    for start in range(0, a.shape[0], step):
-        r = a[start : start + step].astype(np.float64)
-        d = b[start : start + step].astype(np.float64)
-        if not (_is_ordinary(r) and _is_ordinary(d)):
-            return None
-        d -= r
-        errors[start : start + step] = np.einsum("ij,ij->i", d, d)
-        norms[start : start + step] = np.einsum("ij,ij->i", r, r)
-    squared, scale = float(errors.sum()), float(norms.sum())
+def _difference_of(found: RowSums) -> Difference:
+    if found.odd:
+        return Difference(rho=math.inf, nonfinite=found.odd, method="data")
+    squared, scale = float(found.errors.sum()), float(found.norms.sum())
     if squared == 0.0:
         return Difference(equal=True, method="data")
     rho = math.sqrt(squared / scale) if scale else math.inf
-    worst = _worst_of(np.sqrt(errors), np.sqrt(norms), ref.shape)
+    worst = _worst_of(np.sqrt(found.errors), np.sqrt(found.norms), found.index) if found.index else None
     return Difference(rho=rho, method="data", worst=worst)
 
 
-def _has_rows(values: Array) -> bool:
-    return values.ndim >= 2 and values.shape[-1] >= 8 and values.size > 0
+def mapped_difference(library: Library, ref: Mapped, target: Mapped) -> Difference | None:
+    """As `arrays_difference` of two tensors with as many elements, straight from their files.
 
-
-def _square(values: Array) -> float:
-    """Squared L2 norm of [n]; inf where squares overflow.
-
-    Not by BLAS: its threads cost more processor time than the sum, and wait for cores that the program has.
+    Returns: None where the compiled functions do not take them.
+    Raises:
+      TraceFormatError: what lies in a file is not what its hash says.
     """
-    with np.errstate(over="ignore"):
-        return float(np.einsum("i,i->", values, values.conj()).real)
-
-
-def _is_ordinary(values: Array) -> bool:
-    """Whether all elements are finite and smaller than a mask's."""
-    if np.iscomplexobj(values):
-        return bool((np.abs(values) < EXTREME).all())
-    return bool(values.min() > -EXTREME and values.max() < EXTREME)
-
-
-def _chunks(ref: Array, target: Array) -> Iterator[tuple[Array, Array, int]]:
-    """Comparable elements of both, chunk by chunk, and how many others do not correspond."""
-    a, b = ref.reshape(-1), target.reshape(-1)
-    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
-    for start in range(0, a.size, CHUNK):
-        r = a[start : start + CHUNK].astype(wide)
-        t = b[start : start + CHUNK].astype(wide)
-        if _is_ordinary(r) and _is_ordinary(t):
-            yield r, t, 0
-            continue
-        r_out, t_out = ~(np.abs(r) < EXTREME), ~(np.abs(t) < EXTREME)  # NaN is out as well
-        out = r_out | t_out
-        odd = 0
-        if out.any():
-            kinds = []
-            for x, is_out in ((r, r_out), (t, t_out)):
-                x = x[out].real
-                x = np.where(np.isnan(x), 2.0, np.clip(x, -1.0, 1.0))
-                kinds.append(np.where(is_out[out], x, 0.0))
-            odd = int((kinds[0] != kinds[1]).sum())
-            r, t = r[~out], t[~out]
-        yield r, t, odd
-
-
-def _worst_row(ref: Array, target: Array) -> tuple[tuple[int, ...], float] | None:
-    """Row along the last dim with the largest error, relative to its norm or to a typical row's."""
-    if not _has_rows(ref):
+    found = mapped_row_sums(library, ref, target)
+    if found is None:
         return None
-    wide = np.complex128 if np.iscomplexobj(ref) or np.iscomplexobj(target) else np.float64
-    width = ref.shape[-1]
-    a, b = ref.reshape(-1, width), target.reshape(-1, width)
-    step = max(1, CHUNK // width)
-    errors, norms = np.empty(a.shape[0]), np.empty(a.shape[0])
-    for start in range(0, a.shape[0], step):
-        r, t = a[start : start + step].astype(wide), b[start : start + step].astype(wide)
-        if not (_is_ordinary(r) and _is_ordinary(t)):
-            out = ~(np.abs(r) < EXTREME) | ~(np.abs(t) < EXTREME)
-            r[out] = t[out] = 0
-        errors[start : start + step] = _row_norms(t - r)
-        norms[start : start + step] = _row_norms(r)
-    return _worst_of(errors, norms, ref.shape)
+    return _as_reshaped(_difference_of(found), ref.shape, target.shape)
+
+
+def _as_reshaped(found: Difference, ref: tuple[int, ...], target: tuple[int, ...]) -> Difference:
+    return found if ref == target else replace(found, transform="reshaped", worst=None)
 
 
 def _worst_of(errors: Array, norms: Array, shape: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
@@ -545,13 +488,8 @@ def _worst_of(errors: Array, norms: Array, shape: tuple[int, ...]) -> tuple[tupl
     typical = math.sqrt(float(np.mean(norms**2)))
     relative = errors / np.maximum(np.maximum(norms, typical), 1e-300)
     at = int(relative.argmax())
-    index = tuple(int(i) for i in np.unravel_index(at, shape[:-1]))
+    index = tuple(int(i) for i in np.unravel_index(at, shape))
     return index, float(relative[at])
-
-
-def _row_norms(rows: Array) -> Array:
-    """L2 norms along the last dim of [m, n]."""
-    return np.asarray(np.sqrt(np.einsum("ij,ij->i", rows, rows.conj()).real))
 
 
 def _numel(shape: tuple[int, ...]) -> int:

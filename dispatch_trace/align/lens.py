@@ -16,6 +16,7 @@ import numpy as np
 from dispatch_trace.align.canon import short
 from dispatch_trace.align.steps import StepKey
 from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
+from dispatch_trace.store.mapped import Mapped
 from dispatch_trace.store.reader import RankReader
 from dispatch_trace.store.view import ReaderView
 
@@ -83,6 +84,9 @@ class StepLens(ReaderView):
 
     def array(self, id: int) -> np.ndarray[Any, Any] | None:
         return self._whole.array(id % STRIDE)
+
+    def mapped(self, id: int) -> Mapped | None:
+        return self._whole.mapped(id % STRIDE)
 
     def tensor(self, id: int) -> torch.Tensor:
         return self._whole.tensor(id % STRIDE)

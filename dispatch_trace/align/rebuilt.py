@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.executable import check_executable
 from dispatch_trace.schema import StoredContent
+from dispatch_trace.store.mapped import Mapped
 from dispatch_trace.store.reader import RankReader
 from dispatch_trace.store.view import ReaderView
 
@@ -46,6 +47,9 @@ class RebuiltReader(ReaderView):
 
     def array(self, id: int) -> np.ndarray[Any, Any] | None:
         return None if id in self._made else self._whole.array(id)
+
+    def mapped(self, id: int) -> Mapped | None:
+        return None if id in self._made else self._whole.mapped(id)
 
     def tensor(self, id: int) -> torch.Tensor:
         found = self._made.get(id)

@@ -29,6 +29,7 @@ from dispatch_trace.schema import (
     StoredSlot,
 )
 from dispatch_trace.sketch import SKETCH_PARAMETERS
+from dispatch_trace.store.mapped import Mapped
 from dispatch_trace.store.reader import RankReader
 
 if TYPE_CHECKING:
@@ -303,6 +304,9 @@ class DumpRank(RankReader):
         except TypeError:  # a dtype that NumPy lacks
             return None
         return array
+
+    def mapped(self, id: int) -> Mapped | None:
+        return None
 
     def tensor(self, id: int) -> torch.Tensor:
         from dispatch_trace.compat.tensor_files import load_tensor

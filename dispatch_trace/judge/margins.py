@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dispatch_trace.align.canon import short
-from dispatch_trace.align.content import Array
 from dispatch_trace.align.pairs import Link
+from dispatch_trace.align.row_sums import Array
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.schema import StoredRecord
 

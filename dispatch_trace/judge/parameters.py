@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dispatch_trace.align.content import CHUNK, Array
 from dispatch_trace.align.pairs import Link, Pairing
+from dispatch_trace.align.row_sums import CHUNK, Array
 from dispatch_trace.metrics import FLOAT_FORMATS, coarser, round_to, unit_roundoff
 from dispatch_trace.schema import StoredRecord
 

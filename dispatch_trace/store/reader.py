@@ -8,23 +8,25 @@ trace are data and never become paths, but for file names that match the pattern
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
-import xxhash
 
 from dispatch_trace.errors import NotATraceError, NotExecutableError, SchemaVersionError, TraceFormatError
 from dispatch_trace.schema import SCHEMA_VERSION, StepInfo, StoredContent, StoredRecord
-from dispatch_trace.store.dtypes import BYTES_NUMPY, array_from_bytes, torch_type
+from dispatch_trace.store.dtypes import BYTES_NUMPY, SHARD_DTYPES, array_from_bytes, torch_type
 from dispatch_trace.store.frames import SHARD_NAME, SegmentScan, list_segments, shard_name
+from dispatch_trace.store.mapped import Mapped, hash_of
 from dispatch_trace.store.records import RecordsFrame
 from dispatch_trace.store.remote import place
 from dispatch_trace.store.shards import Shard, hash_file
@@ -120,6 +122,7 @@ class RankReader(Singly):
         self._opened: dict[int, Shard] = {}
         self._frames: OrderedDict[int, RecordsFrame] = OrderedDict()
         self._sketches: dict[int, np.ndarray[Any, Any]] = {}
+        self._sound: set[int] = set()  # contents whose data was found to be what its hash says
         steps: dict[tuple[int, str], StepInfo] = {}
         for number, segment in enumerate(list_segments(path)):
             if segment.name != f"index-{number:05d}.msgpack":
@@ -275,8 +278,7 @@ class RankReader(Singly):
             return None
         data = shard.read(number)
         if not expanded:
-            label = f"{content.dtype}[{','.join(map(str, content.shape))}]".encode()
-            hasher = xxhash.xxh3_128(label)
+            hasher = hash_of(content.dtype, content.shape)
             hasher.update(data)
             self._check_hash(content, hasher.hexdigest(), shard)
         try:
@@ -284,6 +286,31 @@ class RankReader(Singly):
         except ValueError as error:
             raise TraceFormatError(f"{shard.path}: content {id} cannot be read: {error}") from error
         return np.broadcast_to(array, content.shape) if expanded and array is not None else array
+
+    def mapped(self, id: int) -> Mapped | None:
+        """The data as it lies in the shard, None where it is not there, or not in this form.
+
+        Raises:
+          TraceFormatError: the shard that holds it is missing or corrupt.
+        """
+        frame = self._frame_of(id)
+        content = frame.content(id)
+        entry = SHARD_DTYPES.get(content.dtype)
+        if not content.has_data or entry is None or content.encoding.get("form") not in (None, "reshaped"):
+            return None
+        shard_number, number = frame.place(id)
+        shard = self._shard(shard_number)
+        data = shard.map_bytes(number)
+        if data.size != math.prod(content.shape) * entry.itemsize:
+            raise TraceFormatError(f"{shard.path}: content {id} has {data.size} bytes")
+        return Mapped(
+            dtype=content.dtype,
+            shape=content.shape,
+            data=data,
+            hash="" if id in self._sound else content.hash,
+            where=f"{shard.path}, content {id}",
+            sound=partial(self._sound.add, id),
+        )
 
     def tensor(self, id: int) -> torch.Tensor:
         """The data, bit-exact, in its dtype and layout, on the CPU. Imports torch.

@@ -146,6 +146,7 @@ class Shard:
 
     def __init__(self, path: Path, num_bytes: int | None = None) -> None:
         self.path = path
+        self._mapped: np.ndarray[Any, Any] | None = None
         try:
             size = path.stat().st_size
             if num_bytes is not None and size != num_bytes:
@@ -205,13 +206,20 @@ class Shard:
         dtype, shape, begin, end = self._entry(number)
         if dtype != "F32" or end - begin != 4 * math.prod(shape):
             raise TraceFormatError(f"{self.path}: tensor {number} is not float32 {list(shape)}")
+        return self.map_bytes(number).view("<f4").reshape(shape)
+
+    def map_bytes(self, number: int) -> np.ndarray[Any, Any]:
+        """The bytes of a tensor as a read-only array that is paged in as it is used; read from URLs."""
+        _, _, begin, end = self._entry(number)
         if begin == end:
-            return np.empty(shape, dtype="<f4")
+            return np.empty(0, dtype=np.uint8)
         try:
             if isinstance(self.path, RemotePath):
-                return np.frombuffer(self.read(number), dtype="<f4").reshape(shape)
-            mapped = np.memmap(self.path, dtype="<f4", mode="r", offset=self._start + begin, shape=shape)
-            return mapped.view(np.ndarray)  # rows of a memmap cost ten times those of an array
+                return np.frombuffer(self.read(number), dtype=np.uint8)
+            if self._mapped is None:
+                whole = np.memmap(self.path, dtype=np.uint8, mode="r")
+                self._mapped = whole.view(np.ndarray)  # rows of a memmap cost ten times those of an array
+            return self._mapped[self._start + begin : self._start + end]
         except (OSError, ValueError) as error:
             raise TraceFormatError(f"{self.path} cannot be read: {error}") from error
 

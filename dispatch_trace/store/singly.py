@@ -14,11 +14,16 @@ from dispatch_trace.schema import StoredRecord
 
 if TYPE_CHECKING:
     from dispatch_trace.per_step import Together
+    from dispatch_trace.store.mapped import Mapped
     from dispatch_trace.store.table import StepContents
 
 
 class Singly:
-    """What readers of ranks share."""
+    """What readers of ranks share, and what those of other things than a rank's files are not asked for."""
+
+    def mapped(self, id: int) -> Mapped | None:
+        """The data of a content as it lies in a file; None where it does not lie there as it is."""
+        return None
 
     def together(self, id: int) -> Together | None:
         """The steps that the number of a content stands for; None where it is that of one content."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dispatch_trace.schema import StoredContent, StoredRecord
+from dispatch_trace.store.mapped import Mapped
 from dispatch_trace.store.reader import RankReader
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class ReaderView(RankReader):
 
     def array(self, id: int) -> np.ndarray[Any, Any] | None:
         return self._whole.array(id)
+
+    def mapped(self, id: int) -> Mapped | None:
+        return self._whole.mapped(id)
 
     def tensor(self, id: int) -> torch.Tensor:
         return self._whole.tensor(id)
