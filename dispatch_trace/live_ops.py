@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from dispatch_trace.align.canon import DISCRETE, dtype_class, edge_input, family, is_empty, short
-from dispatch_trace.align.content import SKETCH_FLOOR, Difference
+from dispatch_trace.align.content import Difference
 from dispatch_trace.align.modules import Renames
+from dispatch_trace.align.summaries import SKETCH_FLOOR
 from dispatch_trace.judge.estimates import C, gains_of, own_noise, roundoff
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.magnitudes import magnitude_of

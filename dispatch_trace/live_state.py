@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from dispatch_trace.align.canon import dtype_class, edge_input, is_empty
-from dispatch_trace.align.content import SKETCH_FLOOR, Difference
+from dispatch_trace.align.content import Difference
 from dispatch_trace.align.modules import Renames
+from dispatch_trace.align.summaries import SKETCH_FLOOR
 from dispatch_trace.judge.estimates import ACCUMULATOR, UNKNOWN_GAIN, C, roundoff
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.live_values import LiveComparer, LiveContents

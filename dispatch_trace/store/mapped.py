@@ -53,7 +53,8 @@ class Check:
 
     def __init__(self, mapped: Mapped) -> None:
         self._mapped = mapped
-        self._data = memoryview(mapped.data)
+        data: Any = mapped.data  # NumPy does not say that it is a buffer
+        self._data = memoryview(data)
         self._hasher = hash_of(mapped.dtype, mapped.shape) if mapped.hash else None
 
     def add(self, begin: int, end: int) -> None:
