@@ -11,11 +11,12 @@ import numpy as np
 import ports
 import pytest
 import torch
+import torch.nn.functional as F
 from aligning import record
 from torch import nn
 
 import dispatch_trace as dt
-from dispatch_trace.judge.reordered import Order, order_of
+from dispatch_trace.align.orders import Order, order_of
 
 ORDER = torch.tensor([2, 0, 3, 1])
 
@@ -165,6 +166,73 @@ def test_rows_in_another_order_are_recognised_beside_changed_ones() -> None:
     assert order_of(rows, rows) is None and order_of(rows, rows + 1) is None
 
 
+class Split(nn.Module):
+    """An expert with two projections of their own."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Masked(nn.Module):
+    """The same mixture by a mask of all choices, as transformers wrote it; rows come in another order."""
+
+    def __init__(self, mixture: Any) -> None:
+        super().__init__()
+        width, hidden = mixture.route.in_features, mixture.crowd[0].out.in_features
+        self.gate, self.experts = mixture.route, nn.ModuleList(Split(width, hidden) for _ in mixture.crowd)
+        for expert, other in zip(self.experts, mixture.crowd, strict=True):
+            expert.w1.weight.data, expert.w3.weight.data = other.both.weight.data.chunk(2)
+            expert.w2.weight.data = other.out.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        shares, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        shares = shares / shares.sum(-1, keepdim=True)
+        mask, out = F.one_hot(chosen, 4).permute(2, 1, 0), torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            slot, row = torch.where(mask[number])
+            out.index_add_(0, row, expert(flat[row]) * shares[row, slot, None])
+        return out.view_as(x)
+
+
+class Other(nn.Module):
+    """The port under other names, with experts of the other kind."""
+
+    def __init__(self, port: Any) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.norm, self.head = port.words, port.tower, port.last, port.unembed
+        self.half, self.theta = port.half, port.theta
+        for block in self.blocks:
+            block.ffn = Masked(block.feed)
+            del block.feed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        frequencies = self.theta ** (-torch.arange(self.half, dtype=torch.float32) / self.half)
+        angles = torch.outer(torch.arange(tokens.shape[1]).float(), frequencies)
+        for block in self.blocks:
+            x = x + block.mix(block.pre(x), angles)
+            x = x + block.ffn(block.post(x))
+        return self.head(self.norm(x))
+
+
+@pytest.fixture(scope="module")
+def refs(model: nn.Module, ref: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One mixture, with its experts in one weight, as modules, and as modules of another implementation."""
+    folder, in_order = tmp_path_factory.mktemp("experts"), torch.arange(4)
+    modules = record(folder / "modules", port_of(model, in_order), ports.token_ids())
+    return {
+        "stacked": ref,
+        "modules": modules,
+        "masked": record(folder / "masked", Other(port_of(model, in_order)), ports.token_ids()),
+    }
+
+
 def same(port: Any) -> None:
     return None
 
@@ -174,16 +242,68 @@ def rows_of_the_router_alone(port: Any) -> None:
     weight.copy_(weight[ORDER])
 
 
+def one_expert_wrong(port: Any) -> None:
+    port.tower[1].feed.crowd[1].out.weight *= -1.2
+
+
+def one_row_wrong(port: Any) -> None:
+    port.tower[1].feed.crowd[2].both.weight[3] *= -1.2
+
+
+def other_activation(port: Any) -> None:
+    port.tower[1].feed.crowd[1].activation = F.gelu
+
+
 @pytest.mark.parametrize(
-    ("change", "module"),
+    ("name", "change", "module"),
     [
-        (same, None),
-        (rows_of_the_router_alone, "tower.1.feed.route"),
+        ("stacked", same, None),
+        ("stacked", rows_of_the_router_alone, "tower.1.feed.route"),
+        ("stacked", one_expert_wrong, "tower.1.feed.crowd.1.out"),
+        # one product of the reference stands for those of all experts
+        ("stacked", other_activation, "tower.1.feed"),
+        ("modules", same, None),
+        ("modules", one_expert_wrong, "tower.1.feed.crowd.1.out"),
+        ("modules", one_row_wrong, "tower.1.feed.crowd.2.both"),
+        ("modules", other_activation, "tower.1.feed.crowd.1"),
+        ("masked", same, None),
+        ("masked", one_expert_wrong, "tower.1.feed.crowd.1.out"),
+        ("masked", other_activation, "tower.1.feed.crowd.1"),
     ],
 )
 def test_a_port_with_experts_as_modules_in_another_order(
-    change: Callable[[Any], None], module: str | None, ref: Path, model: nn.Module, tmp_path: Path
+    name: str,
+    change: Callable[[Any], None],
+    module: str | None,
+    refs: dict[str, Path],
+    model: nn.Module,
+    tmp_path: Path,
 ) -> None:
-    alignment = aligned(ref, port_of(model, ORDER), change, tmp_path)
+    port = port_of(model, ORDER)
+    with torch.no_grad():
+        change(port)
+    alignment = dt.align(refs[name], record(tmp_path / "target", port, ports.token_ids()))
     assert alignment.verdict == ("match" if module is None else "diverged"), alignment.reasons
     assert (alignment.first and alignment.first.module) == module, alignment.first
+
+
+def test_experts_in_the_order_of_the_reference_leave_a_router_with_other_rows_to_blame(
+    refs: dict[str, Path], model: nn.Module, tmp_path: Path
+) -> None:
+    port = port_of(model, torch.arange(4))
+    with torch.no_grad():
+        rows_of_the_router_alone(port)
+    first = dt.align(refs["modules"], record(tmp_path / "target", port, ports.token_ids())).first
+    assert first is not None and (first.module, first.label) == ("tower.1.feed.route", "parameter"), first
+
+
+def test_statistics_of_experts_in_another_order(model: nn.Module, tmp_path: Path) -> None:
+    traces = []
+    for name, order in (("ref", torch.arange(4)), ("target", ORDER)):
+        port = port_of(model, order)
+        traces.append(record(tmp_path / name, port, ports.token_ids(), save="stats"))
+    assert dt.align(*traces).verdict == "match"
+    with torch.no_grad():
+        one_expert_wrong(port)
+    first = dt.align(traces[0], record(tmp_path / "wrong", port, ports.token_ids(), save="stats")).first
+    assert first is not None and first.module == "tower.1.feed.crowd.1.out", first

@@ -126,6 +126,10 @@ class Layout:
       ref_axis, axis: of the parts, and of the target; a matrix is transposed where they differ.
       index: for each place along the target's axis the place among all parts; `ZEROS`, or `OWN` for what
         is padded with something else and not compared.
+      numbers: the values are places along such an axis themselves (what a top-k chose).
+      rows: the place of each row in the reference, where the first dim is in another order besides.
+
+    Weights of more than two dims that are laid out along their first count as matrices of all their rows.
     """
 
     parts: tuple[int, ...]
@@ -133,10 +137,14 @@ class Layout:
     ref_axis: int
     axis: int
     index: tuple[int, ...]
+    numbers: bool = False
+    rows: tuple[int, ...] = ()
 
     @property
     def transform(self) -> str:
         """In words, for people."""
+        if self.numbers:
+            return "numbers of places in another order"
         words = []
         total = sum(self.sizes)
         real = [i for i in self.index if i >= 0]
@@ -171,6 +179,15 @@ class Layout:
         Args:
           parts: the reference's values.
         """
+        if self.numbers:
+            return np.argsort(self.index)[parts[0]]
+        if self.ref_axis == 0:
+            parts = [
+                p.reshape(-1, p.shape[-1]) if len(p) != n else p
+                for p, n in zip(parts, self.sizes, strict=True)
+            ]
+        if self.rows:
+            parts = [p[np.array(self.rows)] for p in parts]
         whole = np.concatenate(parts, axis=self.ref_axis) if len(parts) > 1 else parts[0]
         if self.index != tuple(range(whole.shape[self.ref_axis])):
             index = np.array(self.index)

@@ -17,6 +17,7 @@ from dispatch_trace.align.ops import BodyAligner, Element
 from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.align.rebuilt import rebuilt
 from dispatch_trace.align.rows import RowMap
+from dispatch_trace.align.siblings import by_siblings, find_reordered
 from dispatch_trace.align.states import placed_states
 from dispatch_trace.align.steps import StepPair, StepPlan, pair_models, pair_steps, unpaired_steps
 from dispatch_trace.align.structure import find_structure
@@ -75,6 +76,9 @@ def pair_traces(
         )
         pairing.weights = find_structure(
             pairing.ref, pairing.target, pairing.comparer, models, renames, pairing.notices
+        )
+        pairing.reordered = find_reordered(
+            pairing.ref, pairing.target, pairing.comparer, models, renames, pairing.weights
         )
         pairing.calls = pair_calls(pairing.ref, pairing.target, models, renames)
         found = [pairing]
@@ -162,8 +166,13 @@ def _pair_ops(pairing: Pairing, *, ignore_sizes: bool, progress: Progress | None
         if has_no_order(key):
             first = by_arrival(pairing.ref, first, None, pairing.ref)
             second = by_arrival(pairing.target, second, aligner.partner, pairing.ref)
-        for pair in aligner.align(first, second):
-            pairing.ops[pair.target] = pairing.ops_by_ref[pair.ref] = pair
+        parts = [(first, second)]
+        if pairing.reordered and key[1] == "fwd":
+            calls = pairing.ref.calls[key[0]], pairing.target.calls[pairing.calls[key[0]]]
+            parts = by_siblings(pairing.reordered, pairing.ref, pairing.target, calls, first, second)
+        for one in parts:
+            for pair in aligner.align(*one):
+                pairing.ops[pair.target] = pairing.ops_by_ref[pair.ref] = pair
         if progress is not None and done % 64 == 0:
             progress(done, len(order), "aligning ops")
 

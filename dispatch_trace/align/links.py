@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from dispatch_trace.align.canon import dtype_class, family, is_factory, short
+from dispatch_trace.align.carried import carry_layouts
 from dispatch_trace.align.content import Comparer, Layout, same_class
 from dispatch_trace.align.graph import Origin, Program, Value
 from dispatch_trace.align.pairs import Link, Pairing, module_slots, paired_slots, same_path
@@ -22,6 +23,7 @@ def link(pairing: Pairing) -> None:
     _link_weights(pairing)
     _link_modules(pairing)
     _link_ops(pairing)
+    carry_layouts(pairing)
 
 
 def relinked(pairing: Pairing, ref: Program, target: Program, comparer: Comparer) -> Pairing:

@@ -27,6 +27,7 @@ class Renames:
         self._plain: dict[str, str] = {}
         self._patterns: list[tuple[re.Pattern[str], str]] = []
         self.found: dict[str, str] = {}  # pairs by structure, where paths and rules say nothing
+        self.moved: dict[str, str] = {}  # siblings that are stored in another order
         for old, new in _rules(rules):
             if re.fullmatch(r"[\w.\-]*", old):
                 if self._plain.get(old, new) != new:
@@ -43,7 +44,10 @@ class Renames:
 
     def apply(self, path: str) -> str:
         """The target's path for one of the reference."""
-        return self.found[path] if path in self.found else self.by_rule(path)
+        for known in (self.moved, self.found):
+            if path in known:
+                return known[path]
+        return self.by_rule(path)
 
     def cycle(self) -> list[str]:
         """Paths that rules send round in a circle, [] where none do."""
@@ -59,7 +63,7 @@ class Renames:
 
     def nearest(self, path: str) -> str:
         """The same; where trees differ, for a module without partner that of the nearest around it."""
-        while self.found and path and path not in self.found:
+        while self.found and path and path not in self.found and path not in self.moved:
             path = path.rpartition(".")[0]
         return self.apply(path)
 

@@ -22,6 +22,7 @@ from dispatch_trace.align.content import Comparer, Difference, same_class
 from dispatch_trace.align.graph import CallKey, Origin, Program, Value
 from dispatch_trace.align.modules import Renames
 from dispatch_trace.align.ops import OpPair, scalars
+from dispatch_trace.align.siblings import Reordered
 from dispatch_trace.align.steps import StepPlan
 from dispatch_trace.align.weights import WeightPair
 from dispatch_trace.per_step import Together
@@ -99,6 +100,7 @@ class Pairing:
       floors: relative errors that runs of the reference have among themselves, by value of the reference.
       unpaired: numbers of steps that only the reference, and only the target, has.
       weights: parameters that pair by content, where names say nothing.
+      reordered: lists of modules that the target holds in another order.
       notices: what people should know of it.
       whole: values, of either side, whose layouts are compared: that takes all elements.
     """
@@ -120,6 +122,7 @@ class Pairing:
     floors: dict[Value, float] = field(default_factory=dict)
     unpaired: tuple[list[int], list[int]] = ([], [])
     weights: list[WeightPair] = field(default_factory=list)
+    reordered: list[Reordered] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     whole: tuple[set[Value], set[Value]] = field(default_factory=lambda: (set(), set()))
 

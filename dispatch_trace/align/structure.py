@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dispatch_trace.align.content import Comparer, Layout
 from dispatch_trace.align.graph import Program
 from dispatch_trace.align.modules import Renames
-from dispatch_trace.align.weights import WeightPair, pair_weights
+from dispatch_trace.align.weights import NUMBER, WeightPair, pair_weights
 from dispatch_trace.schema import StoredRecord
 
 # Up to this share of the paths two implementations may have in common by chance.
@@ -54,8 +54,28 @@ def pair_modules(
         if other in target_paths and other not in used and back == path:
             found[path] = other
             used.add(other)
+    _as_siblings(found, used, target_paths)
     _by_analogy(found | dict(pinned), found, used, ref_paths, target_paths)
     return found
+
+
+def _as_siblings(found: dict[str, str], used: set[str], target_paths: Collection[str]) -> None:
+    """Where a weight found no partner its module pairs too deep: with the part that the others are in."""
+
+    def role(path: str) -> str:
+        return NUMBER.sub("*", path)
+
+    roles: dict[str, Counter[str]] = defaultdict(Counter)
+    for old, new in found.items():
+        roles[role(old)][role(new)] += 1
+    for old, new in list(found.items()):
+        common, count = roles[role(old)].most_common(1)[0]
+        outer = ".".join(new.split(".")[: common.count(".") + 1])
+        is_common = 2 * count > roles[role(old)].total() and role(outer) == common
+        if is_common and outer != new and outer in target_paths and outer not in used:
+            found[old] = outer
+            used.add(outer)
+            used.discard(new)
 
 
 def _by_analogy(

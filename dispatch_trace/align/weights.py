@@ -7,9 +7,11 @@ interleaved by head, permuted or padded with zeros. How it is laid out is said (
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +31,8 @@ _MIN_FOUND = 0.5
 # Rows shorter than this equal others by chance.
 _MIN_ROW = 8
 _MAX_ROWS = 1 << 20
+# The number of a module among its siblings.
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class _Weights:
         self._by_hash()
         self._by_rounding()
         layouts = dict(self._by_rows())
+        layouts |= self._left_over(layouts)
         self._agree(layouts)
         self._siblings(layouts)
 
@@ -151,11 +156,13 @@ class _Weights:
         rounding = self._rounding()
         rows: dict[bytes, tuple[int, int, int]] = {}  # content of a row -> (seq, axis, number)
         total = 0
-        for record in self._left[0].values():
+        for record in sorted(self._left[0].values(), key=lambda r: len(r.slots[0].shape)):
             for axis, lines in self._lines(0, record, rounding):
                 total += len(lines)
                 if total > _MAX_ROWS:
                     self.too_many = True
+                    if len(record.slots[0].shape) > 2:
+                        break  # stacks of matrices come last
                     return
                 for number, line in enumerate(lines):
                     if np.any(line):  # zeros are anybody's
@@ -184,16 +191,19 @@ class _Weights:
         return found
 
     def _lines(self, side: int, record: StoredRecord, rounding: str) -> Iterator[tuple[int, Array]]:
-        """The rows (axis 0) and columns (axis 1) of a matrix."""
+        """The rows (axis 0) and columns (axis 1) of a matrix; of a stack of matrices their rows."""
         slot = record.slots[0]
-        if len(slot.shape) != 2 or dtype_class(slot.dtype) != "f" or min(slot.shape) < _MIN_ROW:
+        dims = len(slot.shape)
+        if dims not in (2, 3) or dtype_class(slot.dtype) != "f" or max(slot.shape[-2:]) < _MIN_ROW:
             return
         array = self._comparer.array(side == 0, slot.content)
         if array is None:
             return
         array = round_to(array, rounding) + 0.0  # no negative zeros
-        yield 0, np.ascontiguousarray(array)
-        yield 1, np.ascontiguousarray(array.T)
+        if array.shape[-1] >= _MIN_ROW:
+            yield 0, np.ascontiguousarray(array).reshape(-1, array.shape[-1])
+        if dims == 2 and array.shape[0] >= _MIN_ROW:
+            yield 1, np.ascontiguousarray(array.T)
 
     def _layout(
         self, target: StoredRecord, axis: int, places: list[tuple[int, int, int]]
@@ -202,7 +212,7 @@ class _Weights:
         ref_axis = axes.most_common(1)[0][0]
         places = [p if p[2] < 0 or p[1] == ref_axis else (0, 0, OWN) for p in places]
         hit = {place[0] for place in places if place[2] >= 0}
-        _fill(places, {seq: self._left[0][seq].slots[0].shape[ref_axis] for seq in hit})
+        _fill(places, {seq: _num_lines(self._left[0][seq], ref_axis) for seq in hit})
         found = max(n for n, place in enumerate(places) if place[2] >= 0)
         if any(place[2] == OWN for place in places[:found]):
             return None  # what lies behind the last row that was found is padding, whatever it holds
@@ -210,7 +220,7 @@ class _Weights:
         # In the order of the reference: a set of contents says nothing about which is which.
         order.sort()
         parts = tuple(self._left[0][seq] for seq in order)
-        sizes = [part.slots[0].shape[ref_axis] for part in parts]
+        sizes = [_num_lines(part, ref_axis) for part in parts]
         starts = dict(zip(order, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
         index = tuple(n if n < 0 else starts[seq] + n for seq, _, n in places)
         return parts, Layout(
@@ -221,28 +231,52 @@ class _Weights:
             index=index,
         )
 
+    def _left_over(
+        self, layouts: Mapping[int, tuple[tuple[StoredRecord, ...], Layout]]
+    ) -> dict[int, tuple[tuple[StoredRecord, ...], Layout]]:
+        """The one of numbered siblings that equals nothing: what the others leave of one weight."""
+        lists: dict[Any, list[StoredRecord]] = defaultdict(list)
+        for target in self._left[1].values():
+            for match in NUMBER.finditer(target.module):
+                kind = target.name, target.slots[0].shape
+                lists[target.module[: match.start()], target.module[match.end() :], kind].append(target)
+        found = {}
+        for siblings in lists.values():
+            known = [layouts[r.seq] for r in siblings if r.seq in layouts]
+            alone = [r for r in siblings if r.seq not in layouts]
+            if len(alone) != 1 or not known or len({layout.parts for _, layout in known}) != 1:
+                continue
+            parts, first = known[0]
+            taken = {i for _, layout in known for i in layout.index}
+            rest = [i for i in range(sum(first.sizes)) if i not in taken]
+            index = tuple(i + min(rest) - min(first.index) for i in first.index) if rest else ()
+            if rest and min(taken) >= 0 and sorted(index) == rest:
+                found[alone[0].seq] = parts, replace(first, index=index)
+        return found
+
     def _agree(self, layouts: dict[int, tuple[tuple[StoredRecord, ...], Layout]]) -> None:
         """Where most weights of one kind are laid out alike, the odd one out is wrong."""
         kinds: dict[Any, Counter[Any]] = defaultdict(Counter)
 
-        def kind(seq: int, layout: Layout) -> Any:
-            return self._left[1][seq].slots[0].shape, self._left[1][seq].name, layout.sizes
+        def kind(record: StoredRecord, sizes: tuple[int, ...]) -> Any:
+            return record.slots[0].shape, NUMBER.sub("*", record.module), record.name, sizes
 
         def shape(layout: Layout) -> Any:
             return layout.ref_axis, layout.axis, layout.index
 
         for seq, (_, layout) in layouts.items():
-            kinds[kind(seq, layout)][shape(layout)] += 1
+            kinds[kind(self._left[1][seq], layout.sizes)][shape(layout)] += 1
         for pair in self.found:  # those that are laid out as in the reference
             slot = pair.target.slots[0]
             if pair.layout is None and slot.shape == pair.ref[0].slots[0].shape and len(slot.shape) == 2:
                 for axis, size in enumerate(slot.shape):
                     plain = axis, axis, tuple(range(size))
-                    kinds[slot.shape, pair.target.name, (size,)][plain] += 1
+                    kinds[kind(pair.target, (size,))][plain] += 1
         for seq, (parts, layout) in list(layouts.items()):
             target = self._left[1][seq]
-            common, count = kinds[kind(seq, layout)].most_common(1)[0]
-            if count > 1 and common != shape(layout):
+            known = kinds[kind(target, layout.sizes)]
+            common, count = known.most_common(1)[0]
+            if count > 1 and 2 * count > known.total() and common != shape(layout):
                 ref_axis, axis, index = common
                 layout = Layout(layout.parts, layout.sizes, ref_axis, axis, index)
                 layouts[seq] = parts, layout
@@ -274,6 +308,12 @@ class _Weights:
 
 def _home(record: StoredRecord) -> tuple[str, str]:
     return record.model, record.module
+
+
+def _num_lines(record: StoredRecord, axis: int) -> int:
+    """Rows or columns of a matrix; rows of all matrices of a stack."""
+    shape = record.slots[0].shape
+    return shape[1] if axis == 1 else math.prod(shape[:-1])
 
 
 def _digest(line: Array) -> bytes:

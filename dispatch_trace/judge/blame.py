@@ -372,8 +372,9 @@ class Blame:
                 return self._sites.finding(record, record.op, "argument", evidence, state)
             return self._sites.finding(candidates[0], None, "structure", evidence, state)
         calls = list(dict.fromkeys(self._target.call_of(r) for r in [*region.only_target, region.target]))
-        if len(region.only_ref) == 1 and len(calls) >= _MANY_CALLS:
-            # One op stands for modules of the target: which of them is wrong is not known.
+        theirs = {self._ref.call_of(r) for r in region.only_ref}
+        if len(calls) >= _MANY_CALLS and (len(region.only_ref) == 1 or len(calls) > 2 * len(theirs)):
+            # One op, or one body, stands for modules of the target: which of them is wrong is not known.
             evidence["candidates"] = [call.path for call in calls][:_MAX_NAMED]
             return self._sites.finding(
                 around_all(calls), None, "structure", evidence, state, where=region.target

@@ -60,6 +60,7 @@ class State:
       tainted: some input is wrong, or may be.
       flags: what had to be granted to explain it: ("cast", seq), ("ill", seq), ("flip", seq).
       notes: in words ("int8 grid, RMSE/step 0.288").
+      elsewhere: explained by a value of the reference that no link names.
     """
 
     rho: float | None = None
@@ -73,6 +74,7 @@ class State:
     tainted: bool = False
     flags: frozenset[tuple[str, int]] = frozenset()
     notes: tuple[str, ...] = ()
+    elsewhere: bool = False
 
     @property
     def wrong(self) -> bool:

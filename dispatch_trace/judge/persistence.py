@@ -9,7 +9,7 @@ from __future__ import annotations
 from dispatch_trace.align.canon import DISCRETE, family, is_factory, short
 from dispatch_trace.align.flow import has_inputs
 from dispatch_trace.align.graph import Program, Value
-from dispatch_trace.judge.noise import NoisePass
+from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.schema import StoredRecord
 
 # An explained result that carries at least this share of the error predicted from its wrong inputs still has
@@ -48,18 +48,44 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
                 continue  # it takes a shape, no numbers
             for out in target.outputs(reader):
                 following = (seq, out.index)
-                if following in seen:
-                    continue
-                seen.add(following)
                 after = noise.state(following)
                 if after.suspicious:
-                    todo.append(following)
+                    if following not in seen:
+                        seen.add(following)
+                        todo.append(following)
                 elif short(reader.op) in DISCRETE or _reads_part(target, reader, current):
                     continue  # it decides the same on a wrong number, or reads right ones beside it
-                elif after.explained and after.rho is not None:
-                    carried = CARRIED if family(reader.op) in _EXACT_GAIN else CARRIED_BOUND
-                    healed = healed or after.rho < carried * after.predicted
+                else:
+                    healed = healed or _lost_error(reader, after)
     return reached and not healed
+
+
+def is_other_form(noise: NoisePass, value: Value) -> bool:
+    """Whether a wrong value is a right one in another form: all ops that read it and nothing wrong are right.
+
+    Args:
+      value: of the target, wrong with right inputs.
+    """
+    target, shown = noise.pairing.target, False
+    for seq, _ in target.consumers.get(value, ()):
+        reader = target.records[seq]
+        others = {o.value for s in target.inputs(reader) for o in target.origins(reader, s)} - {value}
+        if is_factory(reader) or any(noise.state(other).suspicious for other in others):
+            continue
+        for out in target.outputs(reader):
+            after = noise.state((seq, out.index))
+            if after.wrong:
+                return False
+            shown = shown or (short(reader.op) not in DISCRETE and _lost_error(reader, after))
+    return shown
+
+
+def _lost_error(reader: StoredRecord, after: State) -> bool:
+    """Whether a result is right though the error of what its op read would have shown."""
+    if not after.explained or after.rho is None:
+        return False
+    carried = CARRIED if family(reader.op) in _EXACT_GAIN else CARRIED_BOUND
+    return after.rho < carried * after.predicted
 
 
 def _reads_part(target: Program, reader: StoredRecord, value: Value) -> bool:

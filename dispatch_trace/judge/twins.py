@@ -136,7 +136,7 @@ class TwinPass(NoisePass):
         state = super()._judge(record, out)
         value = (record.seq, out.index)
         if state.explained is not True and value in self.twins.elsewhere:
-            found = State(explained=True, notes=(self.twins.elsewhere[value],))
+            found = State(explained=True, notes=(self.twins.elsewhere[value],), elsewhere=True)
             found.link, found.difference, found.rho = state.link, state.difference, 0.0
             return found
         if state.explained is not True and self._is_cloudy(record, out, state):
@@ -191,6 +191,8 @@ class _TwinComparer(Comparer):
         self._twins = (ref, target)
 
     def whole(self, ref_side: bool, id: int) -> npt.NDArray[Any] | None:
+        if ref_side and self.layout(id) is not None:
+            return self.array(ref_side, id)
         return self._twins[0 if ref_side else 1].whole(id)
 
     def _from_sketches(self, a: StoredContent, b: StoredContent) -> Difference:

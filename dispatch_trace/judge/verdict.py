@@ -21,11 +21,11 @@ from dispatch_trace.judge.captured import captured_outputs, lacks_return
 from dispatch_trace.judge.coverage import count_coverage, make_pairs
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
-from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict
+from dispatch_trace.judge.findings import NEVER_FATAL, Finding, Judgement, Verdict, demoted
 from dispatch_trace.judge.golden import Golden
 from dispatch_trace.judge.measured import figures_notices
 from dispatch_trace.judge.noise import NoisePass, within
-from dispatch_trace.judge.persistence import is_hidden, module_values
+from dispatch_trace.judge.persistence import is_hidden, is_other_form, module_values
 from dispatch_trace.judge.reordered import without_relabelling
 from dispatch_trace.judge.suspects import Suspects
 from dispatch_trace.per_step import greatest, hypot
@@ -149,6 +149,7 @@ class RoundJudge:
         self._reasons: list[str] = []
         self._notices = list(pairing.notices)
         self._reached: set[Value] = set()
+        self._places: dict[int, Value] = {}  # the wrong value behind a finding, by the finding's record
         self.outputs: list[Output] = []
 
     def judgement(self, *, listed: bool = True) -> Judgement:
@@ -158,7 +159,8 @@ class RoundJudge:
           listed: False for the fatal findings alone, without suspects, pairs and coverage.
         """
         outputs = self._outputs()
-        fatal, relabelled = without_relabelling(self._pairing, self._fatal(outputs))
+        fatal, other_forms = self._without_other_forms(self._fatal(outputs))
+        fatal, relabelled = without_relabelling(self._pairing, fatal)
         if self._golden is not None:
             fatal, outputs = self._against_golden(fatal, outputs, self._golden)
         if not listed:
@@ -172,7 +174,7 @@ class RoundJudge:
                 reasons=self._reasons,
             )
         search = Suspects(self._noise, self._blame, self._reached)
-        suspects = [*relabelled, *search.find(fatal)]
+        suspects = [*relabelled, *other_forms, *search.find(fatal)]
         self._notices += [*search.notices, *figures_notices(self._pairing)]
         findings = _distinct([*fatal, *suspects])
         self._check_outputs(outputs, findings)
@@ -324,6 +326,15 @@ class RoundJudge:
             findings.sort(key=lambda f: f.ref_seq)  # such a dump has the order of paths, not that of the run
         return [replace(f, fatal=f.label not in NEVER_FATAL) for f in findings]
 
+    def _without_other_forms(self, fatal: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+        """(those that stay, suspects): a right value in another form is to blame where nothing else is."""
+        forms = {id(f) for f in fatal if (at := self._places.get(f.seq)) and is_other_form(self._noise, at)}
+        if len(forms) in (0, len(fatal)):
+            return fatal, []
+        why = "what reads it gives the reference's results"
+        suspects = [demoted(f, why) for f in fatal if id(f) in forms]
+        return [f for f in fatal if id(f) not in forms], suspects
+
     def _hidden(self) -> list[tuple[int, Finding]]:
         """Wrong values that no output shows, because a sum dilutes them after a module has returned them."""
         found = []
@@ -387,12 +398,34 @@ class RoundJudge:
             if inputs and state.tainted:
                 todo += inputs
             elif state.wrong:
-                found.append((record.seq, self._blame.value(value)))
+                finding = self._blame.value(value)
+                weights = [] if finding.label == "parameter" else self._weights_behind(record)
+                self._places[finding.seq] = value
+                found += weights or [(record.seq, finding)]
         if not found and len(self._reached) == before and not any(v in self._reached for v in sources):
             finding = self._blame.output(
                 output.ref, output.ref_slot, output.record, output.slot, output.difference, output.band
             )
             found.append((output.record.seq, finding))
+        return found
+
+    def _weights_behind(self, record: StoredRecord) -> list[tuple[int, Finding]]:
+        """Wrong weights that lead to an op through values that stand elsewhere in the reference.
+
+        A router whose rows are exchanged hands each expert just what the reference hands to another one.
+        """
+        found, todo, seen = [], [(record, True)], {record.seq}
+        for reader, outside in todo:
+            for slot in self._target.inputs(reader):
+                for origin in self._target.origins(reader, slot):
+                    state, source = self._noise.state(origin.value), self._target.records[origin.value[0]]
+                    if source.kind == "param":
+                        if state.wrong and reader is not record:
+                            found.append((reader.seq, self._blame.leaf(origin.value, reader)))
+                            self._reached.add(origin.value)
+                    elif source.seq not in seen and (state.suspicious or (outside and state.elsewhere)):
+                        seen.add(source.seq)
+                        todo.append((source, not state.suspicious))
         return found
 
     def _is_suspicious(self, value: Value) -> bool:
