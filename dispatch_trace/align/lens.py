@@ -55,6 +55,11 @@ class StepLens(ReaderView):
         self._cache_dims: dict[int, int] = {}
         self.left_out = 0
 
+    @property
+    def whole(self) -> RankReader:
+        """The rank with all of its steps."""
+        return self._whole
+
     def records(self, **where: Any) -> Iterator[StoredRecord]:
         for record in self._whole.records(**where):
             key = (record.model, record.step)
@@ -117,6 +122,11 @@ class StepLens(ReaderView):
         for slot in slots.values():
             if slot.content >= 0 and len(slot.shape) == len(source.shape) and slot.name in _CACHE_SLOTS:
                 self._cache_dims[slot.content] = dim
+
+
+def whole_of(reader: RankReader) -> RankReader:
+    """The rank behind a lens, which is a program and can be run again; any other reader as it is."""
+    return reader.whole if isinstance(reader, StepLens) else reader
 
 
 _CACHE_OPS = frozenset({"index_put", "index_copy", "index", "index_select", "clone"})

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from dispatch_trace import execute
 from dispatch_trace.align.canon import GATHERS, short
 from dispatch_trace.align.graph import Program
+from dispatch_trace.align.lens import whole_of
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.execute_run import Execution
@@ -121,13 +122,14 @@ class Siblings:
             return Counter()
         execution = Execution()
         try:
-            for _ in execute.replay(ref.reader, execution=execution):
+            for _ in execute.replay(whole_of(ref.reader), execution=execution):
                 pass
         except DispatchTraceError:  # it holds no data of leaves, or a shard that cannot be read
             return Counter()
         found = _came_back(ref, execution)
         for seq in {d.seq for d in execution.differing if d.why == "differs"}:
-            found[form_of(ref.records[seq])] += 0
+            if seq in ref.records:
+                found[form_of(ref.records[seq])] += 0
         return found
 
 

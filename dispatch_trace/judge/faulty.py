@@ -12,6 +12,7 @@ from dispatch_trace.judge.findings import Finding, Judgement, demoted
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.judge.sites import Sites
 from dispatch_trace.judge.verdict import Output, RoundJudge
+from dispatch_trace.schema import StoredRecord
 
 if TYPE_CHECKING:
     from dispatch_trace.judge.local import Fault
@@ -53,8 +54,9 @@ def with_faults(round_judge: RoundJudge, judgement: Judgement, faults: Iterable[
         found.append(replace(finding, fatal=fatal, judge="local replay"))
     seqs = {f.seq for f in found}
     first = min((f.seq for f in found if f.fatal), default=None)
+    views = _views_before(target, [f.record for f in known if f.record.seq == first])
     rest = [
-        f if first is None else _outdone(f, first)
+        f if first is None else _outdone(f, first, views)
         for f in judgement.findings
         if f.seq not in seqs or f.label not in _OUTDONE | {"suspect"}
     ]
@@ -96,9 +98,18 @@ def _leading_to(target: Program, outputs: Iterable[Output]) -> set[int]:
     return found
 
 
-def _outdone(finding: Finding, first: int) -> Finding:
+def _views_before(target: Program, records: Iterable[StoredRecord]) -> set[int]:
+    """Views and casts through which ops read: what is wrong with a result is no fault of theirs."""
+    origins = (
+        o for record in records for slot in target.inputs(record) for o in target.origins(record, slot)
+    )
+    return {seq for origin in origins for seq in origin.edges}
+
+
+def _outdone(finding: Finding, first: int, views: set[int]) -> Finding:
     """A fatal finding of the estimates at or behind a faulty op, as a suspect."""
-    if finding.judge != "estimates" or finding.label not in _OUTDONE or finding.seq < first:
+    behind = finding.seq >= first or finding.seq in views
+    if finding.judge != "estimates" or finding.label not in _OUTDONE or not behind:
         return finding
     return demoted(finding, "a faulty op stands before it")
 

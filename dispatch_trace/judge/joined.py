@@ -148,7 +148,7 @@ def _with_replay(
     if all(o.difference.equal for o in first.outputs):
         return judgement
     target = pairing.target
-    if pairing.plan is not None or _why_not_run(target, "target"):
+    if _why_not_run(target, "target"):
         return judgement
     from dispatch_trace.judge.local import find_faults  # it needs torch
 

@@ -18,6 +18,7 @@ import torch
 
 from dispatch_trace import execute
 from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.align.lens import whole_of
 from dispatch_trace.align.summaries import EXTREME, SKETCH_FLOOR
 from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
@@ -91,11 +92,15 @@ def find_faults(noise: NoisePass, progress: Callable[[int, int], None] | None = 
     execution = Execution()
     tested: list[_Tested] = []
     target = noise.pairing.target
-    records = list(recording(target))
-    for record, values, differing in execute.replay(
-        target.reader, execution=execution, records=records, progress=progress
+    whole = whole_of(target.reader)  # what one step left in a cache the next ones read
+    records = list(recording(target) if whole is target.reader else whole.records())
+    for ran, values, differing in execute.replay(
+        whole, execution=execution, records=records, progress=progress
     ):
         own = {d.slot: d.why for d in differing if not d.why.startswith("inherited")}
+        record = target.records.get(ran.seq)
+        if record is None:
+            continue  # of a step that another round shows
         for slot in record.slots:
             if slot.role != "in" and slot.name in own:
                 tested += _test(noise, record, slot, values, own[slot.name] == "differs")
