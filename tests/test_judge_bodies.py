@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,83 @@ def test_without_the_data_of_its_inputs_a_call_is_left_to_the_estimates(tmp_path
     found = aligned(tmp_path, Net(), model, batch(), level="module", save="stats")
     assert found.first is not None and (found.first.module, found.first.judge) == ("steep", "estimates")
     assert "did not keep" in found.first.evidence["body"]["not_replayed"]
+
+
+class Doubled(nn.Module):
+    """Hands on what a part of it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x.tanh())
+
+
+def test_a_call_that_changes_what_it_only_hands_on_is_blamed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ref = nn.Sequential(Doubled(), Doubled())
+    target = copy.deepcopy(ref)
+    inner = target[1].inner
+    target[1].forward = lambda x: 1.02 * inner(x.tanh())
+    first = aligned(tmp_path, ref, target, batch(), level="module").first
+    assert first is not None and (first.module, first.label, first.judge) == ("1", "introduced", "body")
+    assert first.evidence["body"]["local_error"] == pytest.approx(0.02, rel=0.01)
+
+
+class Causal(nn.Module):
+    """Attention over what came before, with a mask and positions that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.factor = nn.Linear(16, 48), nn.Linear(16, 16), 1.0
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, turns: torch.Tensor) -> Any:
+        q, k, v = self.qkv(x + turns).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2) / 4 + mask
+        return x + self.out(scores.softmax(-1) @ v) * self.factor
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList([Causal(), Causal()])
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        length = tokens.shape[1]
+        mask = torch.full((length, length), float("-inf")).triu(1)
+        turns = (torch.arange(length)[:, None] * torch.arange(16)).cos()
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, mask, turns)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["a bucket", "a padded batch"])
+def test_a_call_on_padded_inputs_is_judged_by_its_real_rows(rows: int, tmp_path: Path) -> None:
+    tokens = torch.randint(0, 32, (2, 5), generator=torch.Generator().manual_seed(1))
+    padded = nn.functional.pad(tokens, (0, 3))
+    places = [*range(5), 4, 4, 4]
+    model = Reader()
+
+    def record(name: str, ids: torch.Tensor, positions: list[int], width: int, level: str) -> Path:
+        path = tmp_path / name
+        with torch.no_grad(), dt.record(path, model, save="tensors", level=level, overwrite=True) as rec:
+            for row in range(0, len(ids), width):
+                names = [f"r{number}" for number in range(row, row + width)]
+                with rec.step(phase="prefill", req_ids=names, positions=[positions] * width):
+                    model(ids[row : row + width])
+        return path
+
+    ref = record("ref", tokens, list(range(5)), 1, "op")
+    assert dt.align(ref, record("target", padded, places, rows, "module")).verdict == "match"
+    model.layers[1].factor = 1.02
+    first = dt.align(ref, record("target", padded, places, rows, "module")).first
+    assert first is not None and (first.module, first.label, first.judge) == (
+        "layers.1",
+        "introduced",
+        "body",
+    )
+    assert first.evidence["body"]["local_error"] > 100 * first.evidence["body"]["band"]

@@ -295,6 +295,24 @@ class Comparer:
         parts = [self.whole(True, part) for part in layout.parts]
         return None if any(p is None for p in parts) else layout.of([p for p in parts if p is not None])
 
+    def places(
+        self, steps: tuple[StepKey, StepKey], ref: tuple[int, ...], target: tuple[int, ...], dim: int | None
+    ) -> list[tuple[Array, Array]] | None:
+        """Numbers of the elements that belong together in two tensors of paired steps.
+
+        Args:
+          steps: of the reference and of the target.
+          ref, target: shapes.
+          dim: of the keys, where both are caches.
+        Returns: of both tensors, for every likely reading of their shapes; None where they pair as they are.
+        """
+        rows = None if self._maps is None else self._maps.get(steps)
+        readings = None if rows is None else rows.readings(ref, target, dim)
+        if rows is None or readings is None:
+            return None
+        first, second = (np.arange(_numel(shape)).reshape(shape) for shape in (ref, target))
+        return [(part.ref, part.target) for part in rows.select(readings, first, second)]
+
     def permuted(self, ref_id: int, target_id: int, limit: float) -> Difference | None:
         """The best way to lay the target's dims out in another order, where that comes within `limit`."""
         ref, target = self.array(True, ref_id), self.array(False, target_id)

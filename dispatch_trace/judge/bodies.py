@@ -5,6 +5,9 @@ borders, in float64 and on what the target was given, say what it should have re
 "a module body"); calls within it answer for themselves. Neither more precision is asked for than the
 reference had, nor than the borders hold.
 
+Where steps pair by request (a padded batch against one request), the body runs in the reference's shapes: on
+what the reference was given, with the target's values of the same tokens put in; these are compared.
+
 A call is not judged, and it is said why, where its inputs or outputs were not kept, where the reference's
 body draws random numbers, makes a decision that may fall the other way, or reads more than it was given.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
@@ -21,15 +24,13 @@ import torch
 
 from dispatch_trace import execute
 from dispatch_trace.align.canon import DISCRETE, dtype_class, is_factory, short
-from dispatch_trace.align.graph import Call, CallKey, Value, slot_numel
+from dispatch_trace.align.graph import Call, Value, slot_numel
+from dispatch_trace.align.lens import StepLens, whole_of
 from dispatch_trace.align.pairs import module_slots
 from dispatch_trace.errors import DispatchTraceError
 from dispatch_trace.execute_ops import why_taken
 from dispatch_trace.judge.estimates import C, roundoff
-from dispatch_trace.judge.findings import Finding, Judgement
 from dispatch_trace.judge.noise import ROW_FACTOR, NoisePass
-from dispatch_trace.judge.sites import Sites
-from dispatch_trace.judge.verdict import RoundJudge
 from dispatch_trace.metrics import relative_l2, worst_row
 from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
@@ -151,9 +152,10 @@ class Bodies:
         body = self._body(ref, [child.ref for child in inner])
         inside = {r.seq for r in body}
         pairs = module_slots(ref, record, self._pairing)
-        given = [(a, self._given(record, a, b)) for a, b in pairs if b.role == "in"]
+        given = [(a, self._given(ref, a, record, b)) for a, b in pairs if b.role == "in"]
         given += [pair for child in inner for pair in child.returned]
-        checks = [_Check.of(ref, a, record, b, inside) for a, b in pairs if b.role == "out"]
+        outputs = [(a, b) for a, b in pairs if b.role == "out"]
+        checks = [_Check.of(ref, a, record, b, inside) for a, b in outputs]
         checks += [_Check.of(c.ref, a, c.target, b, inside) for c in inner for a, b in c.handed]
         made = [check for check in checks if check is not None]
         if not made:
@@ -165,10 +167,25 @@ class Bodies:
         units = _border(record), _border(ref)
         noisy = [self._run(body, wanted, inputs, units[1], seed) for seed in range(NUM_NOISY)]
         declared = self._noise.declared_within(call)
-        found = [self._check(check, units, declared, truth, own, noisy) for check in made]
+        found = [
+            self._check(
+                check, units, declared, truth[check.place], own[check.place], [n[check.place] for n in noisy]
+            )
+            for check in made
+        ]
+        unseen = False
+        for a, b in (pair for pair, check in zip(outputs, checks, strict=False) if check is None):
+            # What a call within returned, or what it was given itself, is handed on.
+            passed = next((value for known, value in given if _is_same(known, a)), None)
+            unseen = unseen or passed is None
+            if passed is not None:
+                check = _Check(ref, a, record, b, (-1, -1), b.name)
+                found.append(self._check(check, units, declared, passed, self._tensor(self._ref, ref, a), []))
         worst = max(found, key=lambda f: (f.ok is False, f.error / max(f.band, 1e-300)))
         if not worst.ok and any(_decides(r) for r in body):
             raise _NotJudged("the reference's body makes a decision, which may fall the other way")
+        if worst.ok and unseen:
+            raise _NotJudged("not all that it returns is made within it")
         return worst
 
     def _check(
@@ -176,24 +193,29 @@ class Bodies:
         check: _Check,
         units: tuple[float, float],
         declared: float,
-        truth: Values,
-        own: Values,
-        noisy: list[Values],
+        exact: torch.Tensor,
+        own: torch.Tensor,
+        others: list[torch.Tensor],
     ) -> Body:
         """One value of the target against the body.
 
         Args:
           units: coarsest roundoff at the borders of the target's call, and of the reference's.
           declared: what declared roundings may add.
-          truth, own: the body on the target's inputs, and on the reference's; noisy: with rounding noise.
+          exact, own: what the body makes of the target's inputs, and of the reference's; others: with noise.
         """
-        a, b, place = check.ref_slot, check.slot, check.place
-        exact = truth[place]
-        if tuple(exact.shape) != a.shape or a.shape != b.shape:
+        a, b = check.ref_slot, check.slot
+        if tuple(exact.shape) != a.shape:
             raise _NotJudged("its outputs have other shapes")
         value = self._tensor(self._target, check.record, b)
         recorded = self._tensor(self._ref, check.ref, a)
-        ref_error = max(relative_l2(recorded, own[place]), *(relative_l2(n[place], exact) for n in noisy))
+        places = self._places(check.ref, a, recorded, check.record, b, value)
+        if places is not None:
+            value = value.reshape(-1)[places[1]]
+            exact, own, recorded, *others = (
+                x.reshape(-1)[places[0]] for x in (exact, own, recorded, *others)
+            )
+        ref_error = max([relative_l2(recorded, own), *(relative_l2(other, exact) for other in others)])
         u, u_ref = max(units[0], roundoff(b.dtype)), max(units[1], roundoff(a.dtype))
         band = TOLERANCE * max(u, u_ref, ref_error, ref_error * u / u_ref if u_ref else 0.0)
         band = math.hypot(band, C * declared)
@@ -215,13 +237,14 @@ class Bodies:
                 continue
             pairs = module_slots(ref, child.record, self._pairing)
             try:
-                returned = [(a, self._given(child.record, a, b)) for a, b in pairs if b.role == "out"]
+                returned = [(a, self._given(ref, a, child.record, b)) for a, b in pairs if b.role == "out"]
             except _NotJudged:
                 returned = []
             if not returned:
                 found += self._inner(child)
                 continue
-            handed = [(a, b) for a, b in pairs if b.role == "in" and a.shape == b.shape]
+            moved = self._pairing.plan is not None
+            handed = [(a, b) for a, b in pairs if b.role == "in" and (moved or a.shape == b.shape)]
             found.append(_Inner(ref, child.record, returned, handed))
         return found
 
@@ -243,15 +266,52 @@ class Bodies:
 
     def _tensor(self, reader: RankReader, record: StoredRecord, slot: StoredSlot) -> torch.Tensor:
         try:
-            return execute.tensor(reader, record.seq, slot.name)
+            return execute.tensor(whole_of(reader), record.seq, slot.name)
         except DispatchTraceError as error:
             side = "target" if reader is self._target else "reference"
             raise _NotJudged(f"the {side} did not keep {slot.name}: {error}"[:200]) from error
 
-    def _given(self, record: StoredRecord, a: StoredSlot, b: StoredSlot) -> torch.Tensor:
-        if a.shape != b.shape:
+    def _given(self, ref: StoredRecord, a: StoredSlot, target: StoredRecord, b: StoredSlot) -> torch.Tensor:
+        """What the target has in a slot, in the shape of the reference's."""
+        value = self._tensor(self._target, target, b)
+        if self._pairing.plan is None and a.shape == b.shape:
+            return value
+        theirs = self._tensor(self._ref, ref, a)
+        places = self._places(ref, a, theirs, target, b, value)
+        if places is None:
+            return value
+        put = theirs.to(value.dtype).reshape(-1).clone()
+        put[places[0].reshape(-1)] = value.reshape(-1)[places[1].reshape(-1)]
+        return put.reshape(a.shape)
+
+    def _places(
+        self,
+        ref: StoredRecord,
+        a: StoredSlot,
+        theirs: torch.Tensor,
+        target: StoredRecord,
+        b: StoredSlot,
+        value: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Numbers of the elements of both slots that belong together; None where they are all, in order."""
+        steps = (ref.model, ref.step), (target.model, target.step)
+        found = self._pairing.comparer.places(steps, a.shape, b.shape, self._dim_of_keys(a, b))
+        if found is None and a.shape != b.shape:
             raise _NotJudged(f"{b.name} has another shape than the reference's")
-        return self._tensor(self._target, record, b)
+        if found is None:
+            return None
+        if not found:
+            raise _NotJudged(f"no way to read the shapes of {b.name} as rows of the same requests")
+        readings = [(torch.from_numpy(i.copy()), torch.from_numpy(j.copy())) for i, j in found]
+        if len(readings) == 1:
+            return readings[0]
+        flat = theirs.reshape(-1), value.reshape(-1)
+        return min(readings, key=lambda places: relative_l2(flat[1][places[1]], flat[0][places[0]]))
+
+    def _dim_of_keys(self, a: StoredSlot, b: StoredSlot) -> int | None:
+        sides = (self._ref, a), (self._target, b)
+        dims = {r.cache_dim(s.content) for r, s in sides if isinstance(r, StepLens)} - {None}
+        return dims.pop() if len(dims) == 1 else None
 
     def _run(
         self,
@@ -373,95 +433,4 @@ def _border(record: StoredRecord) -> float:
     return max((roundoff(s.dtype) for s in record.slots if s.is_tensor), default=0.0)
 
 
-# What bodies make of a judgement -------------------------------------------------------------------------
-
-_JUDGED = frozenset({"introduced", "nonfinite"})
-
-
-def with_bodies(round_judge: RoundJudge, judgement: Judgement) -> Judgement:
-    """The judgement, with what the reference's bodies say of calls whose own ops the target did not record.
-
-    What the estimates blame such a call for stands where its body is off as well, and is `inherited` where
-    the call returns what the reference's body makes of its inputs. Where an output is wrong and nothing else
-    is to blame, the first call whose body is off is.
-
-    Args:
-      round_judge: by estimates; it has judged.
-    """
-    noise = round_judge.noise
-    calls = _without_ops(noise)
-    if not calls or all(o.difference.equal for o in round_judge.outputs):
-        return judgement
-    bodies, findings, refuted = Bodies(noise), list[Finding](), list[str]()
-    for finding in judgement.findings:
-        record = _call_of(noise, finding, calls) if finding.fatal and finding.label in _JUDGED else None
-        if record is None or finding.judge != "estimates":
-            findings.append(finding)
-            continue
-        body = bodies.judge(record)
-        evidence = {**finding.evidence, "body": body.evidence}
-        # A root inherits nothing, and a band as wide as what was found refutes nothing.
-        root = noise.pairing.target.call_of(record).parent is None
-        if body.ok is None or (body.ok and (root or body.band >= finding.evidence.get("error", 0.0))):
-            findings.append(replace(finding, evidence=evidence))
-            continue
-        evidence["judge"] = "body"
-        if body.ok:
-            refuted.append(record.module or "the root")
-            evidence |= {"kind": finding.label}
-            finding = replace(
-                finding,
-                label="inherited",
-                fatal=False,
-                hint="it returns what the reference makes of its inputs",
-            )
-        findings.append(replace(finding, judge="body", evidence=evidence))
-    reasons = list(judgement.reasons)
-    if not any(f.fatal for f in findings) and any(o.explained is False for o in round_judge.outputs):
-        first = _first_off(noise, bodies, calls)
-        findings = [*([first] if first is not None else []), *findings]
-        if first is None and refuted:
-            reasons.append(
-                f"an output is off, and what was to blame returns what the reference makes of its inputs: "
-                f"{', '.join(refuted[:5])}"
-            )
-    findings = [*(f for f in findings if f.fatal), *(f for f in findings if not f.fatal)]
-    return replace(judgement, findings=findings, reasons=reasons)
-
-
-def _without_ops(noise: NoisePass) -> list[StoredRecord]:
-    """Module records of the target's calls in which no op was recorded, those within before those around."""
-    with_ops: set[CallKey] = set()
-    for call in noise.pairing.target.calls.values():
-        if any(call.ops.values()):
-            with_ops.update(around.key for around in call.enclosing())
-    return sorted(
-        (
-            call.record
-            for call in noise.pairing.target.calls.values()
-            if call.record is not None and call.key not in with_ops
-        ),
-        key=lambda record: record.seq,
-    )
-
-
-def _call_of(noise: NoisePass, finding: Finding, calls: list[StoredRecord]) -> StoredRecord | None:
-    """The call that a finding is about; None where it is seen at another call than the one it names."""
-    record = noise.pairing.target.records.get(finding.seq)
-    if record is None or not any(record is other for other in calls):
-        return None
-    return record if (record.module, record.call) == (finding.module, finding.call) else None
-
-
-def _first_off(noise: NoisePass, bodies: Bodies, calls: list[StoredRecord]) -> Finding | None:
-    """The first call whose body is off."""
-    for record in calls:
-        body = bodies.judge(record)
-        if body.ok is False:
-            evidence = {"judge": "body", "body": body.evidence, "error": body.error, "band": body.band}
-            found = Sites(noise).finding(record, None, "introduced", evidence, None)
-            return replace(found, judge="body")
-    return None
-
-
-__all__ = ["Bodies", "Body", "with_bodies"]
+__all__ = ["Bodies", "Body"]

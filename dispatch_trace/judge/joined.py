@@ -170,7 +170,7 @@ def _with_bodies(first: RoundJudge, judgement: Judgement) -> Judgement:
         return judgement
     if _why_not_run(pairing.ref, "reference") or pairing.comparer.rows is not None:
         return judgement
-    from dispatch_trace.judge.bodies import with_bodies  # it needs torch
+    from dispatch_trace.judge.body_findings import with_bodies  # it needs torch
 
     try:
         return with_bodies(first, judgement)
