@@ -15,8 +15,9 @@ from torch import nn
 
 import dispatch_trace as dt
 from dispatch_trace import per_step
+from dispatch_trace.align.folded_pairs import FoldedPairs
 from dispatch_trace.align.lineup import pair_traces
-from dispatch_trace.align.repeated import FoldedPairs, fold
+from dispatch_trace.align.repeated import fold
 from dispatch_trace.judge.findings import Judgement
 from dispatch_trace.judge.folded import judge_folded
 from dispatch_trace.judge.joined import judge
@@ -174,6 +175,14 @@ def test_options_count_for_all_steps(tmp_path: Path, options: dict[str, Any]) ->
     ref = run(tmp_path / "ref", net(), inputs())
     same = run(tmp_path / "same", net(), inputs())
     assert_same(*both_ways(ref, same, **options))
+
+
+def test_shapes_alone_are_judged_step_by_step(tmp_path: Path) -> None:
+    ref, target = (run(tmp_path / name, net(), inputs(), save="meta") for name in ("ref", "target"))
+    once, each = both_ways(ref, target)
+    assert once is None and each.verdict == "inconclusive"  # each step has its own reasons
+    found = dt.align(ref, target)
+    assert found.reasons == each.reasons and len(found.reasons) == 6
 
 
 def test_a_nan_in_every_step_of_both_comes_out_as_step_by_step(tmp_path: Path) -> None:

@@ -18,17 +18,18 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dispatch_trace.align.folded_pairs import FoldedPairs
 from dispatch_trace.align.named import keeps_first_output, keeps_last_call
 from dispatch_trace.align.pairs import Pair
 from dispatch_trace.align.steps import pair_models, pair_steps
 from dispatch_trace.errors import TraceFormatError
-from dispatch_trace.per_step import Together, of_step
+from dispatch_trace.per_step import Together
 from dispatch_trace.schema import StoredContent, StoredRecord
 from dispatch_trace.store.reader import RankReader
 from dispatch_trace.store.records import LEAF
@@ -282,6 +283,11 @@ class FoldedReader(ReaderView):
             return record.seq
         return record.seq + group.offsets[self._number][position]
 
+    def lose(self, record: StoredRecord) -> None:
+        group = self._group(record)
+        if group is not None:
+            group.together.lose()
+
     def repeats(self, record: StoredRecord) -> int:
         group = self._group(record)
         return 1 if group is None else len(group.steps)
@@ -357,7 +363,8 @@ class Folded:
                     key = places[number][position], self.ref.seq_in_step(record, position) + 1
                 where.append((*key, number, position))
         where.sort()
-        return FoldedPairs(self, pairs, [(number, position) for _, _, number, position in where])
+        rows = [(number, position) for _, _, number, position in where]
+        return FoldedPairs(self.ref, self.target, pairs, rows)
 
     def _places_behind(self, pairs: Sequence[Pair]) -> dict[int, list[int]]:
         """Of rows without a record of the target, in each step the target's record that they stand behind:
@@ -387,49 +394,6 @@ class Folded:
     def _num_steps(self, record: StoredRecord) -> int:
         group = None if record.kind == "param" else self._by_step.get(record.step)
         return 1 if group is None else len(group.steps)
-
-    def row(self, pair: Pair, position: int) -> Pair:
-        """The row of one step, from that of the first."""
-        return replace(
-            pair,
-            ref=None if pair.ref is None else self.ref.in_step(pair.ref, position),
-            target=None if pair.target is None else self.target.in_step(pair.target, position),
-            error=of_step(pair.error, position),
-            band=of_step(pair.band, position),
-            notes=list(pair.notes),
-        )
-
-
-class FoldedPairs(Sequence[Pair]):
-    """The rows of an alignment in which steps repeat, each made when it is asked for."""
-
-    def __init__(self, folded: Folded, pairs: Sequence[Pair], where: Sequence[tuple[int, int]]) -> None:
-        """
-        Args:
-          pairs: rows of the first steps.
-          where: of each row which of these, and in which step.
-        """
-        self._folded = folded
-        self._pairs = pairs
-        self._where = where
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-    @overload
-    def __getitem__(self, at: int) -> Pair: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Pair]: ...
-    def __getitem__(self, at: int | slice) -> Pair | list[Pair]:
-        if isinstance(at, slice):
-            return [self._row(*place) for place in self._where[at]]
-        return self._row(*self._where[at])
-
-    def __iter__(self) -> Iterator[Pair]:
-        return (self._row(*place) for place in self._where)
-
-    def _row(self, number: int, position: int) -> Pair:
-        return self._folded.row(self._pairs[number], position)
 
 
 def fold(ref: RankReader, target: RankReader) -> Folded | None:
@@ -465,4 +429,4 @@ def fold(ref: RankReader, target: RankReader) -> Folded | None:
     return Folded(sides, groups) if groups else None
 
 
-__all__ = ["Folded", "FoldedPairs", "FoldedReader", "fold"]
+__all__ = ["Folded", "FoldedReader", "fold"]

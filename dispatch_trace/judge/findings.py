@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from dispatch_trace.align.folded_pairs import row_with
 from dispatch_trace.align.pairs import Pair
 from dispatch_trace.notebook import brief, html_table
 
@@ -106,10 +107,10 @@ class Judgement:
 
 def row_of(pairs: Sequence[Pair], finding: Finding) -> int | None:
     """The row that a finding is about: that of its record, else the first of its module in that step."""
-    for number, pair in enumerate(pairs):
-        record, seq = (pair.ref, finding.ref_seq) if finding.seq < 0 else (pair.target, finding.seq)
-        if record is not None and record.seq == seq:
-            return number
+    of_ref = finding.seq < 0
+    row = row_with(pairs, finding.ref_seq if of_ref else finding.seq, of_ref=of_ref)
+    if row is not None:
+        return row
     for number, pair in enumerate(pairs):
         record = pair.target or pair.ref
         if record is not None and (record.module, record.step) == (finding.module, finding.step):

@@ -252,17 +252,17 @@ class RoundJudge:
         pairs = [(a, b) for a, b in module_slots(ref, target, self._pairing) if b.role == "out"]
         paired = {a.name for a, _ in pairs}
         missing = [s.name for s in ref.slots if s.role == "out" and s.is_tensor and s.name not in paired]
+        names = ", ".join(missing[:5])
         if missing and pairs and all(a.name != b.name for a, b in pairs):
-            self._notices.append(
-                f"outputs go by other names in the target; none of it is {', '.join(missing[:5])}"
-            )
+            said = f"outputs go by other names in the target; none of it is {names}"
+            self._say(self._notices, target, said)
         elif missing and keeps_first_output(self._target.reader):
-            self._notices.append(f"outputs that the target's layout does not hold: {', '.join(missing[:5])}")
+            self._say(self._notices, target, f"outputs that the target's layout does not hold: {names}")
         elif missing:
-            self._reasons.append(f"outputs that the target does not return: {', '.join(missing[:5])}")
+            self._say(self._reasons, target, f"outputs that the target does not return: {names}")
         for note in (ref.note, target.note):
             if note and not note.startswith("opaque"):
-                self._reasons.append(f"the root module: {note}")
+                self._say(self._reasons, target, f"the root module: {note}")
         return [self._output(ref, a, target, b) for a, b in pairs]
 
     def _output(self, ref: StoredRecord, a: StoredSlot, target: StoredRecord, b: StoredSlot) -> Output:
@@ -515,14 +515,17 @@ class RoundJudge:
     def _check_outputs(self, outputs: list[Output], findings: list[Finding]) -> None:
         unknown = [o for o in outputs if o.explained is None]
         for output in unknown[:5]:
-            self._reasons.append(f"output {output.slot.name} was not compared: {output.difference.why}")
+            said = f"output {output.slot.name} was not compared: {output.difference.why}"
+            self._say(self._reasons, output.record, said)
         if not outputs:
             self._reasons.append("no final output was compared")
         for output in outputs:
             if output.explained is False and not any(f.fatal for f in findings):
-                self._reasons.append(
+                self._say(
+                    self._reasons,
+                    output.record,
                     f"output {output.slot.name} is off by {output.difference.rho:.3g} "
-                    "and nothing could be blamed for it"
+                    "and nothing could be blamed for it",
                 )
             elif output.explained and output.flags and output.record.kind == "module":
                 kinds = {
@@ -531,10 +534,17 @@ class RoundJudge:
                     "flip": "a decision that flipped",
                 }
                 names = sorted({kinds.get(kind, kind) for kind, _ in output.flags})
-                self._reasons.append(
+                self._say(
+                    self._reasons,
+                    output.record,
                     f"output {output.slot.name} is off by {output.difference.rho:.3g}, "
-                    f"explained only by {' and '.join(names)}"
+                    f"explained only by {' and '.join(names)}",
                 )
+
+    def _say(self, where: list[str], record: StoredRecord, said: str) -> None:
+        """Notes what is to be said of a record of the target, once for each step that it stands for."""
+        where.append(said)
+        self._target.reader.lose(record)
 
     def _check_traces(self) -> None:
         pairing = self._pairing

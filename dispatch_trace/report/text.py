@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from dispatch_trace.align.folded_pairs import kept, row_with, shares_of_band
 from dispatch_trace.align.pairs import Pair
 from dispatch_trace.judge.findings import Finding, row_of
 from dispatch_trace.report.listing import what
@@ -109,11 +110,9 @@ def parameter_of(found: AlignmentLike, finding: Finding) -> str | None:
     named = finding.evidence.get("parameter")
     if named is not None:
         return str(named)
-    for pair in found.pairs:
-        if pair.ref is not None and pair.ref.seq == finding.ref_seq:
-            ref = pair.ref
-            return f"{ref.module}.{ref.name}".lstrip(".") if ref.kind == "param" else None
-    return None
+    row = row_with(found.pairs, finding.ref_seq, of_ref=True)
+    ref = None if row is None else found.pairs[row].ref
+    return f"{ref.module}.{ref.name}".lstrip(".") if ref is not None and ref.kind == "param" else None
 
 
 def _finding_lines(finding: Finding, parameter: str | None) -> list[str]:
@@ -185,7 +184,7 @@ _MODULE = 2
 
 def _rows_around(found: AlignmentLike, first: Finding | None) -> list[str]:
     """The pairs around the finding, in execution order; without one, those nearest to their band."""
-    shown = [pair for pair in found.pairs if _is_shown(pair)]
+    shown = kept(found.pairs, _is_shown)
     if first is None:
         return _nearest_rows(shown)
     at = row_of(shown, first)
@@ -198,11 +197,11 @@ def _rows_around(found: AlignmentLike, first: Finding | None) -> list[str]:
 
 
 def _nearest_rows(shown: Sequence[Pair]) -> list[str]:
-    judged = [(pair.error / pair.band, pair) for pair in shown if pair.error and pair.band]
-    judged.sort(key=lambda item: item[0], reverse=True)
+    shares = shares_of_band(shown)
+    judged = sorted((row for row, share in enumerate(shares) if share), key=lambda row: -shares[row])
     if not judged:
         return []
-    rows = [_row(pair, None) for _, pair in judged[:ROWS_BEFORE]]
+    rows = [_row(shown[row], None) for row in judged[:ROWS_BEFORE]]
     return ["", "nearest to their noise band", *_fitted(rows)]
 
 

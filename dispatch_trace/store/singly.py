@@ -50,6 +50,9 @@ class Singly:
         """The record that one stands for in one of the steps that repeat, 0 for the first."""
         return record
 
+    def lose(self, record: StoredRecord) -> None:
+        """Notes that each of the steps that a record stands for has something of its own to say of it."""
+
     def repeats(self, record: StoredRecord) -> int:
         """How many records, one in each step, a record stands for."""
         return 1
