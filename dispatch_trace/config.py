@@ -48,7 +48,7 @@ class RecordOptions:
     steps: Steps | None = None
     stats: tuple[str, ...] | None = None
     inputs: bool = True
-    sketch: bool = True
+    sketch: bool | str = True
     params: Params = "stats"
     on_error: OnError = "warn"
     _save_of: dict[str, Save] = field(default_factory=dict, repr=False)
@@ -201,7 +201,7 @@ def record_options(
     steps: Any = None,
     inputs: bool = True,
     params: str | None = None,
-    sketch: bool = True,
+    sketch: bool | str = True,
     on_error: str = "warn",
 ) -> RecordOptions:
     """Checks the options of `dt.record` and fills in what depends on others.
@@ -252,7 +252,7 @@ def record_options(
         steps=_checked_steps(steps),
         stats=names,
         inputs=bool(inputs),
-        sketch=bool(sketch),
+        sketch=sketch if sketch == "narrow" else bool(sketch),
         params=params,  # type: ignore[arg-type]
         on_error=on_error,  # type: ignore[arg-type]
     )

@@ -20,6 +20,7 @@ from dispatch_trace.errors import NoMatchError
 from dispatch_trace.line_code import HOOK, compile_with_hooks
 from dispatch_trace.patterns import Selector, compile_select
 
+_MAX_NAMED = 4
 _MAX_VALUES = 64  # tensors of one nested value
 _DEEPEST = 4
 
@@ -44,6 +45,7 @@ class trace_lines:
       modules: names of the modules that have hooks, and how many functions of each were changed in place
         (0: it was imported with hooks).
       skipped: functions left alone because their source is not what they run, or cannot be found.
+      silent: functions that torch.compile has compiled: what their lines assign there is not recorded.
     Raises:
       PatternError: a pattern is no regular expression.
       NoMatchError: at the end of the block, where no module matched.
@@ -55,6 +57,7 @@ class trace_lines:
         self._seen: dict[int, FunctionType] = {}
         self.modules: dict[str, int] = {}
         self.skipped: list[str] = []
+        self.silent: dict[str, None] = {}
         setattr(builtins, HOOK, _assigned)
         self._finder = _Finder(self)
         sys.meta_path.insert(0, self._finder)
@@ -122,6 +125,19 @@ class trace_lines:
             self._replaced.append((function, code))
             function.__code__ = found[1][key]
             self.modules[name] += 1
+
+
+def silent_notice() -> str:
+    """Says which functions with hooks were compiled, so that their lines are missing; "" where none were."""
+    names = list(dict.fromkeys(name for tracing in _tracings for name in tracing.silent))
+    if not names:
+        return ""
+    more = len(names) - _MAX_NAMED
+    shown = ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"lines of {shown} are not recorded where torch.compile compiled them; taps record inside compiled "
+        "code (docs/compiled.md), and without compilation lines are whole"
+    )
 
 
 def stop_all() -> None:
@@ -222,7 +238,7 @@ _active: list[Any] = []
 def _assigned(function: str, *named: Any) -> Any:
     """Records the tensors among (name, value, name, value, …), and returns the last value."""
     value = named[-1]
-    if not _tracings or _is_idle():
+    if not _tracings or _is_idle(function):
         return value
     try:
         for name, held in zip(named[::2], named[1::2], strict=True):
@@ -238,15 +254,28 @@ def _assigned(function: str, *named: Any) -> Any:
     return value
 
 
-def _is_idle() -> bool:
-    """Whether no recording is on; where code is being compiled nothing may be looked at."""
+def _is_idle(function: str) -> bool:
+    """Whether no recording is on; where code is being compiled nothing may be looked at, but is told."""
     global _torch, _inline, _active
     if _torch is None:
         inline = sys.modules.get("dispatch_trace.capture.inline")
         if inline is None:
             return True
         _torch, _inline, _active = sys.modules["torch"], inline, inline.ACTIVE
-    return bool(_torch.compiler.is_compiling()) or not _active
+    if _torch.compiler.is_compiling():
+        return _silenced(function)
+    return not _active
+
+
+def _silenced(function: str) -> bool:
+    """Notes that a function is being compiled: Dynamo runs this itself, while it compiles."""
+    for tracing in _tracings:
+        tracing.silent[function] = None
+    return True
+
+
+# What torch.compiler.assume_constant_result does, before torch is imported.
+_silenced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _attribute(owner: Any, name: str) -> Any:

@@ -74,7 +74,8 @@ class record:
       steps: an int, a range, a set or a predicate of the step number.
       inputs: record input slots.
       params: "none", "stats" or "tensors"; by default "tensors" where `save` keeps data.
-      sketch: keep a sketch of every value, by which two traces without data can be compared.
+      sketch: keep a sketch of every value, by which two traces without data can be compared; "narrow": one of
+        252 bytes instead of 1004, from which distances are known to 9 % instead of 4.5 %.
       meta: plain values for the header.
       recompile: compile a model again, with hooks, that has been compiled and run before.
       check_outputs: run a copy of each compiled model once without hooks, and compare what it returns bit
@@ -112,7 +113,7 @@ class record:
         steps: Any = None,
         inputs: bool = True,
         params: str | None = None,
-        sketch: bool = True,
+        sketch: bool | str = True,
         meta: dict[str, Any] | None = None,
         recompile: bool = False,
         check_outputs: bool = True,
@@ -228,10 +229,16 @@ class record:
         assert tracer is not None
         silent = self._regions.not_captured() if self._regions is not None else ""
         absent = self._regions.never_ran() if self._regions is not None else []
+        lines = sys.modules.get("dispatch_trace.lines")
+        unseen = "" if lines is None else lines.silent_notice()
+        if unseen:
+            tracer.writer.amend_header({"notices": [unseen]})
         self._undo()
         self._models = {}
         tracer.close()
         tracer.writer.close(aborted=error is not None)
+        if unseen:
+            warnings.warn(f"dispatch_trace: {unseen}", RuntimeWarning, stacklevel=2)
         if error is not None:
             return
         if tracer.num_records == 0:

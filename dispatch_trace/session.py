@@ -6,6 +6,7 @@ until tensor data is asked for.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,20 +26,6 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-_FIELDS = (
-    "kind",
-    "step",
-    "rank",
-    "model",
-    "grad_phase",
-    "module",
-    "call",
-    "op",
-    "n",
-    "name",
-    "overload",
-    "seq",
-)
 _SHOWN_STATS = ("mean", "std", "min", "max", "nan")
 
 
@@ -373,31 +360,18 @@ class Trace:
         )
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row for each tensor slot of each record, with its statistics. Needs pandas.
+        """One row for each tensor slot of each record, with its statistics, as `export` has. Needs pandas.
 
         The statistic `n`, a count of elements, is the column `numel`: `n` is part of the site key.
         """
         import pandas
 
-        rows = []
-        for record in self.records:
-            site = {name: getattr(record, name) for name in _FIELDS}
-            for slot in record.slots:
-                if slot.is_tensor:
-                    content = {} if slot.content < 0 else dict(record._reader.content(slot.content).stats)
-                    if "n" in content:
-                        content["numel"] = content.pop("n")
-                    rows.append(
-                        {
-                            **site,
-                            "slot": slot.name,
-                            "role": slot.role,
-                            "dtype": slot.dtype,
-                            "shape": slot.shape,
-                            **content,
-                        }
-                    )
-        return pandas.DataFrame(rows)
+        from dispatch_trace.export.rows import record_rows
+
+        frame = pandas.DataFrame([row for row in record_rows(self.ranks) if "slot" in row])
+        if len(frame):
+            frame["shape"] = [tuple(json.loads(text)) for text in frame["shape"]]
+        return frame
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "closed" if self.closed else "not closed"

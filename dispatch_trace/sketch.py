@@ -54,9 +54,11 @@ LENGTHS = (6781, 3623, 1879, 977, 499, K)
 BLOCK = 2 * LENGTHS[0]
 BLOCKS_PER_CHUNK = 16
 CHUNK = BLOCK * BLOCKS_PER_CHUNK
+NARROW = 63  # of a sketch that is folded once more, for traces that have to be small
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 SEED_POSITION = 0x9E3779B9
 SEED_BLOCK = 0x85EBCA6B
+SEED_NARROW = 0xC2B2AE3D
 
 SKETCH_PARAMETERS: dict[str, Any] = {
     "kind": "sign-fold",
@@ -69,6 +71,9 @@ SKETCH_PARAMETERS: dict[str, Any] = {
     "seed_block": SEED_BLOCK,
     "check": 3594324927,  # crc32 of the sketch of the integers of `check_values`, as little-endian float32
 }
+
+
+NARROW_PARAMETERS: dict[str, Any] = {**SKETCH_PARAMETERS, "narrowed_to": NARROW, "seed_narrow": SEED_NARROW}
 
 
 def check_values() -> npt.NDArray[np.float32]:
@@ -181,6 +186,37 @@ def fold(tensor: Tensor, start: int = 0) -> Sketch:
 _AT_ONCE = 1024  # rows in double, of 2 kB each
 
 
+@lru_cache(maxsize=1)
+def _narrow_signs() -> npt.NDArray[np.float64]:
+    buckets = np.arange(K, dtype=np.uint32) + np.uint32(SEED_NARROW)
+    return _signs(mix(buckets)).astype(np.float64)
+
+
+def narrow(sketch: Floats) -> Sketch:
+    """Folds sketches once more: bucket j, with a fixed sign, adds to bucket j mod `NARROW`.
+
+    What is linear stays so; norms and distances are known to 9 % instead of 4.5 %, and exactly for tensors of
+    at most `NARROW` elements.
+
+    Args:
+      sketch: [..., K] or [..., NARROW], which is returned as it is.
+    Returns: [..., NARROW] float32.
+    """
+    if sketch.shape[-1] == NARROW:
+        return sketch.astype(np.float32)
+    signed = sketch.astype(np.float64) * _narrow_signs()
+    padded = np.zeros((*sketch.shape[:-1], -(-K // NARROW) * NARROW))
+    padded[..., :K] = signed
+    folded = padded.reshape(*sketch.shape[:-1], -1, NARROW).sum(-2)
+    found: Sketch = (np.clip(folded, -_FLOAT32_MAX, _FLOAT32_MAX) + 0.0).astype(np.float32)
+    return found
+
+
+def alike(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """Two sketches, of which one may be narrow, in one width."""
+    return (a, b) if a.shape[-1] == b.shape[-1] else (narrow(a), narrow(b))
+
+
 def norm(sketch: Floats) -> float:
     """Estimate of ||a||: unbiased for ||a||^2, relative sd 1/sqrt(2 K) = 4.5 % (exact for n <= K)."""
     values = sketch.astype(np.float64)
@@ -189,6 +225,7 @@ def norm(sketch: Floats) -> float:
 
 def distance(a: Floats, b: Floats) -> float:
     """Estimate of ||a - b|| from the sketches of a and b, with the error of `norm`."""
+    a, b = alike(a, b)
     return norm(a.astype(np.float64) - b.astype(np.float64))
 
 
@@ -197,6 +234,7 @@ def cosine(a: Floats, b: Floats) -> float:
 
     Returns: in [-1, 1]; 1 when both are zero, 0 when only one is.
     """
+    a, b = alike(a, b)
     first, second = a.astype(np.float64), b.astype(np.float64)
     norms = norm(first) * norm(second)
     if norms == 0.0:
@@ -211,6 +249,7 @@ def relative_distance(target: Floats, ref: Floats) -> float:
 
 def relative_distances(target: Floats, ref: Floats) -> npt.NDArray[np.float64]:
     """`relative_distance` of many: [n, K] each, [n]. A pair comes out the same whatever stands beside it."""
+    target, ref = alike(target, ref)
     found = np.empty(len(ref))
     for start in range(0, len(ref), _AT_ONCE):
         rows = slice(start, start + _AT_ONCE)

@@ -150,7 +150,8 @@ class Regression:
             )
         target = self._scratch / golden.name
         self.alignment = None
-        with record(target, model, level=level, save="stats", params="stats", overwrite=True) as recording:
+        options_of_golden: dict[str, Any] = {"save": "stats", "params": "stats", "sketch": "narrow"}
+        with record(target, model, level=level, overwrite=True, **options_of_golden) as recording:
             tracer = recording._tracer
             assert tracer is not None
             find = tracer.find_source

@@ -190,11 +190,16 @@ def test_line_events_and_tracebacks_are_those_of_the_source(monkeypatch: pytest.
 def test_results_are_the_same_and_compiled_code_stays_whole(source: str, tmp_path: Path) -> None:
     module = importlib.import_module(source)
     plain = make(module)(X)
-    with dt.trace_lines(source):
+    with dt.trace_lines(source) as lines:
         compiled = torch.compile(module.wrapped.__wrapped__, backend="eager", fullgraph=True)
         assert torch.equal(compiled(X), X + 1)
-        with dt.record(tmp_path / "t", model := make(module)):
+        assert list(lines.silent) == ["wrapped"]
+        said = "lines of wrapped are not recorded where torch.compile compiled them"
+        with pytest.warns(RuntimeWarning, match=said), dt.record(tmp_path / "t", model := make(module)):
             assert torch.equal(model(X), plain)
+    assert dt.open(tmp_path / "t").header["notices"][0].startswith(said)
+    found = dt.align(tmp_path / "t", tmp_path / "t")
+    assert any(said in notice for notice in found.notices)
 
 
 def test_two_traces_with_lines_pair_by_name(source: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
+from dispatch_trace.align.api_calls import placed_calls
 from dispatch_trace.align.arrival import by_arrival, has_no_order
 from dispatch_trace.align.content import Comparer, Rows
 from dispatch_trace.align.graph import CallKey, Program
@@ -53,6 +54,7 @@ def pair_traces(
 
     models, renames = pair_models(ref, target), Renames(rename)
     ref, target, placed = placed_states(*named_alike(ref, target, models, renames.apply))
+    ref, target, called = placed_calls(ref, target)
     ops = not lacks_operands(ref, target)
     plan = pair_steps(ref, target, models, steps)
     if plan is not None or cut is not None:
@@ -82,7 +84,7 @@ def pair_traces(
         )
         pairing.calls = pair_calls(pairing.ref, pairing.target, models, renames)
         found = [pairing]
-    found[0].notices += placed
+    found[0].notices += [*placed, *called]
     cycle = renames.cycle()
     if cycle:
         circle = " -> ".join(map(repr, [*cycle, cycle[0]]))

@@ -23,6 +23,7 @@ from dispatch_trace.align.content import OWN, ZEROS, Comparer, Layout
 from dispatch_trace.align.graph import Program
 from dispatch_trace.metrics import coarser, round_to
 from dispatch_trace.schema import StoredRecord
+from dispatch_trace.sketch import alike
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -143,8 +144,9 @@ class _Weights:
             if mine is None or slot.shape not in tables or dtype_class(slot.dtype) != "f":
                 continue
             candidates, table = tables[slot.shape]
-            size = max(float(np.linalg.norm(mine)), 1e-300)
-            near = np.linalg.norm(table - mine.astype(np.float64), axis=1) / size
+            table, row = alike(table, mine.astype(np.float64))
+            size = max(float(np.linalg.norm(row)), 1e-300)
+            near = np.linalg.norm(table - row, axis=1) / size
             fitting = [at for at in np.flatnonzero(near <= 0.02) if candidates[at].seq in self._left[0]]
             if fitting:
                 best = min(fitting, key=lambda at: float(near[at]))

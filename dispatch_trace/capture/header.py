@@ -20,7 +20,7 @@ from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.processor import processor_name
 from dispatch_trace.schema import SCHEMA_VERSION
-from dispatch_trace.sketch import SKETCH_PARAMETERS
+from dispatch_trace.sketch import NARROW_PARAMETERS, SKETCH_PARAMETERS
 
 # Environment that changes numerics; recorded, never set.
 _ENVIRONMENT = neuron.ENVIRONMENT | {
@@ -95,7 +95,7 @@ def trace_header(
         },
         **model_fields(models),
         "options": options.header(),
-        "sketch": SKETCH_PARAMETERS if options.sketch else None,
+        "sketch": _sketch_parameters(options.sketch),
         "world_size": world,
         "rank": current_rank(),
         "meta": meta,
@@ -148,3 +148,9 @@ def _parameter_rows(module: torch.nn.Module) -> list[dict[str, Any]]:
         for key, tensor in tensors.items()
         if tensor is not None
     ]
+
+
+def _sketch_parameters(wanted: bool | str) -> dict[str, Any] | None:
+    if wanted == "narrow":
+        return NARROW_PARAMETERS
+    return SKETCH_PARAMETERS if wanted else None

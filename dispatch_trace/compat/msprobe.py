@@ -4,9 +4,8 @@
                                            /stack.json     where they were called from
                                            /dump_tensor_data/{name}.input.0.pt    (task "tensor")
 
-Modules (level L0, mix) become module records. Calls of the Python API (L1) have no counterpart among
-dispatched ops; where there are no modules they become inline captures, which line up with those of another
-such dump.
+Modules (level L0, mix) become module records. Where there are none, calls of the Python API (L1) become inline
+captures; they line up with those of another such dump, and with the ops of a trace (`align.api_calls`).
 """
 
 from __future__ import annotations
@@ -153,6 +152,7 @@ class _Rank:
             inputs=has_modules,
             params="tensors" if self._params else "none",
             root=False,
+            api=not has_modules,
         )
         return DumpRank(
             self._path,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.align.summaries import EXTREME
-from dispatch_trace.sketch import cosine, norm
+from dispatch_trace.sketch import alike, cosine, norm
 
 Array = npt.NDArray[Any]
 
@@ -52,6 +52,7 @@ def multiple_of(ref: Array, target: Array, rho: float) -> float | None:
       ref, target: [k] sketches.
       rho: relative L2 of the difference: what is left of it must be next to nothing.
     """
+    ref, target = alike(ref, target)
     size = norm(ref)
     if size == 0.0:
         return None

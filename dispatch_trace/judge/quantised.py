@@ -20,7 +20,7 @@ from dispatch_trace.align.graph import Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.metrics import unit_roundoff
 from dispatch_trace.schema import StoredContent, StoredRecord
-from dispatch_trace.sketch import cosine
+from dispatch_trace.sketch import alike, cosine
 
 Array = npt.NDArray[Any]
 
@@ -265,6 +265,7 @@ def _from_statistics(
     a, b = sketches
     if a is None or b is None:
         return None
+    a, b = alike(a, b)
     # Rounding is no bias: what is added stands at right angles to the original.
     bias = math.sqrt(float(np.dot(b, b)) / max(float(np.dot(a, a)), 1e-300)) * cosine(a, b) - 1.0
     if abs(bias) > _MAX_BIAS * difference.rho:

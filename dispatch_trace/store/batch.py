@@ -17,6 +17,7 @@ import xxhash
 from dispatch_trace import kernel
 from dispatch_trace.device_stats import DeviceLane, can_summarise
 from dispatch_trace.schema import STATISTICS, Content, Figures, NotedRow, RawRecord, StepInfo
+from dispatch_trace.sketch import narrow
 from dispatch_trace.stats import Summary, accumulate_many, chosen
 from dispatch_trace.store import layouts
 from dispatch_trace.store.records import ContentRow
@@ -119,7 +120,7 @@ class ContentTaker:
         self,
         *,
         stats: tuple[str, ...] | None,
-        sketch: bool,
+        sketch: bool | str,
         budget: DataBudget,
         drop: Callable[[str, Exception | None], None],
         lane_devices: frozenset[str] = LANE_DEVICES,
@@ -132,7 +133,8 @@ class ContentTaker:
           drop: told why a content is kept without its data.
         """
         self._stats = stats
-        self._sketch = sketch
+        self._sketch = bool(sketch)
+        self._is_narrow = sketch == "narrow"
         self._budget = budget
         self._drop = drop
         self._known: dict[bytes, tuple[int, bool]] = {}  # digest -> (id, has data)
@@ -289,5 +291,5 @@ class ContentTaker:
         row.stats = chosen(summary.stats, self._stats)
         if summary.sketch is not None:
             row.sketch_row = len(batch.sketches)
-            batch.sketches.append(summary.sketch)
-            batch.num_bytes += summary.sketch.nbytes
+            batch.sketches.append(narrow(summary.sketch) if self._is_narrow else summary.sketch)
+            batch.num_bytes += batch.sketches[-1].nbytes

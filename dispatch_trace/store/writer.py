@@ -122,7 +122,7 @@ class TraceWriter:
         rank: int = 0,
         overwrite: bool = False,
         stats: tuple[str, ...] | None = None,
-        sketch: bool = True,
+        sketch: bool | str = True,
         max_bytes: int | None = None,
         max_pending_bytes: int = 512 << 20,
         on_fault: Callable[[Exception], None] | None = None,
@@ -135,7 +135,7 @@ class TraceWriter:
           rank: number of this process.
           overwrite: remove an earlier trace of this rank first. Other ranks are never touched.
           stats: names of the statistics wanted, None for all.
-          sketch: take sketches.
+          sketch: take sketches; "narrow" for ones of a quarter of their size.
           max_bytes: of data; the tensor that would pass it and all later ones are stored without.
           max_pending_bytes: bound on snapshots in memory, see `reserve`.
           on_fault: called on the worker's thread with what went wrong, once per kind of fault.
