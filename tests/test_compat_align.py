@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aligning import batch
+from aligning import batch, record
 from dumps import fastvideo_trace, nxd_capture, sglang_dump, sglang_passes
-from foreign_dumps import MSPROBE, small
+from foreign_dumps import MSPROBE, debug_log, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._debug_mode import DebugMode
 
 import dispatch_trace as dt
+from dispatch_trace.compat.convert import convert
 from dispatch_trace.judge.measured import apart_at_least
 from dispatch_trace.schema import StoredContent
 from dispatch_trace.stats import accumulate
@@ -189,6 +190,51 @@ def test_msprobe_dumps_name_the_module_and_match_where_they_may(level: str, tmp_
         target = record_small(tmp_path / f"{module}-{level}", changed(plant), level)
         alignment = dt.align(dump, target)
         assert {f.module for f in alignment.findings if f.fatal} == {module}, alignment.first
+
+
+@pytest.mark.parametrize("save", ["tensors", "stats"])
+def test_api_calls_of_msprobe_line_up_with_ops(save: str, tmp_path: Path) -> None:
+    dump = MSPROBE / "tensor-L1"
+    ours = record(tmp_path / "same", small(), batch(3, 8), save=save)
+    same = dt.align(dump, ours)
+    assert same.verdict == "match"
+    assert "19 of 19 API calls were held against ops, by family, size and order" in same.notices
+    rows = {(p.ref.name, p.ref.n): p for p in same.pairs if p.ref is not None and p.ref.kind == "inline"}
+    assert len(rows) == 19 and all(row.outcome == "matched" and row.error == 0 for row in rows.values())
+    for name, plant, module, op in (
+        ("scale", lambda m: setattr(m.blocks[1], "scale", 1.2), "blocks.1", "aten.mul"),
+        ("weight", lambda m: m.blocks[1].up.weight[3].mul_(2), "blocks.1.up", "aten.addmm"),
+    ):
+        other = record(tmp_path / name, changed(plant), batch(3, 8), save=save)
+        for sides in ((dump, other), (other, dump)):
+            first = dt.align(*sides).first
+            assert first is not None and (first.module, first.op) == (module, op), sides
+
+
+def test_api_calls_that_are_not_told_apart_are_left_out(tmp_path: Path) -> None:
+    model = changed(lambda m: m.blocks.append(copy.deepcopy(m.blocks[0])))
+    found = dt.align(MSPROBE / "tensor-L1", record(tmp_path / "deeper", model, batch(3, 8)))
+    assert found.first is None
+    assert "0 of 19 API calls were held against ops, by family, size and order" in found.notices
+
+
+def test_norms_of_a_log_tell_the_first_op_that_is_apart(tmp_path: Path) -> None:
+    log = debug_log(tmp_path / "log.txt", small())
+    same = dt.align(log, debug_log(tmp_path / "same.txt", small()))
+    assert same.verdict == "inconclusive" and same.first is None
+    assert any("op results are alike, which proves nothing" in notice for notice in same.notices)
+    model = changed(lambda m: setattr(m.blocks[1], "scale", 1.5))
+    said = (
+        "judged by statistics, blocks.1 aten.mul (step 0, call 0, out) is the first that is certainly apart"
+    )
+    for other in (debug_log(tmp_path / "other.txt", model), record_small(tmp_path / "ours", model)):
+        found = dt.align(log, other)
+        assert found.verdict == "inconclusive"
+        assert any(notice.startswith(said) for notice in found.notices), found.notices
+    kept = convert(log, tmp_path / "kept", to="trace")
+    assert kept.left_out == []
+    again = dt.align(tmp_path / "kept", debug_log(tmp_path / "third.txt", model))
+    assert any(notice.startswith(said) for notice in again.notices)
 
 
 def test_passes_put_back_line_up_step_by_step(tmp_path: Path, ours: Any) -> None:

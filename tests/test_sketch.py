@@ -14,6 +14,7 @@ import torch
 
 from dispatch_trace import sketch
 
+IDEAL_NARROW_SD = 1 / math.sqrt(2 * sketch.NARROW)
 IDEAL_SD = 1 / math.sqrt(2 * sketch.K)
 
 
@@ -266,3 +267,31 @@ def test_estimates_never_import_torch() -> None:
         "metrics.relative_l2(a, a); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_narrow_sketch_is_linear_and_tells_distances() -> None:
+    rng = np.random.default_rng(0)
+    errors = []
+    for number in range(200):
+        a = rng.standard_normal((7, 900)).astype(np.float32)
+        b = a + 1e-3 * rng.standard_normal(a.shape).astype(np.float32)
+        wide = [sketch.fold(torch.from_numpy(x)) for x in (a, b)]
+        slim = [sketch.narrow(x) for x in wide]
+        assert slim[0].shape == (sketch.NARROW,) and slim[0].dtype == np.float32
+        if not number:
+            whole = sketch.narrow(wide[0].astype(np.float64) + wide[1])
+            assert np.allclose(whole, slim[0].astype(np.float64) + slim[1], rtol=1e-5, atol=1e-4)
+            assert np.array_equal(sketch.narrow(slim[0]), slim[0])
+        exact = float(np.linalg.norm(b - a))
+        errors.append(sketch.distance(*slim) / exact - 1)
+        mixed = sketch.distance(wide[0], slim[1]), sketch.cosine(slim[0], wide[1])
+        assert mixed[0] == pytest.approx(sketch.distance(*slim), rel=1e-3)
+        assert mixed[1] == pytest.approx(1.0, abs=1e-5)
+    assert abs(np.mean(errors)) < 4 * IDEAL_NARROW_SD / math.sqrt(len(errors))
+    assert float(np.std(errors)) == pytest.approx(IDEAL_NARROW_SD, rel=0.2)
+
+
+@pytest.mark.parametrize("n", [1, 17, sketch.NARROW])
+def test_a_narrow_sketch_of_few_elements_is_exact(n: int) -> None:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    assert sketch.norm(sketch.narrow(sketch.fold(values))) == pytest.approx(float(values.norm()), rel=1e-6)

@@ -154,3 +154,20 @@ def test_the_python_of_testing_md_runs(tmp_path: Path, monkeypatch: pytest.Monke
     for update in (True, False):
         for test in ("test_port", "test_generation"):
             names[test](Regression(tmp_path / "golden", tmp_path, name=test, update=update))
+
+
+def test_golden_traces_have_narrow_sketches_and_compare_with_wide_ones(tmp_path: Path) -> None:
+    golden = Regression(tmp_path / "golden", tmp_path / "scratch", name="net", update=True)
+    golden(net(), batch())
+    (path,) = golden.written
+    trace = dt.open(path)
+    assert trace.header["sketch"]["narrowed_to"] == 63
+    gelu = next(trace.find(module="blocks.0", op="aten.gelu"))
+    assert gelu.sketch().shape == (63,)
+    assert trace.verify() == []
+    for change, verdict in ((lambda m: None, "match"), (scaled, "diverged")):
+        wide = record(tmp_path / verdict, changed(change), batch(), save="stats")
+        for sides in ((path, wide), (wide, path)):
+            assert dt.align(*sides).verdict == verdict
+    low = record(tmp_path / "low", net().to(torch.bfloat16), batch().to(torch.bfloat16), save="stats")
+    assert dt.align(path, low).verdict != "diverged"

@@ -4,8 +4,8 @@
                                            /stack.json     where they were called from
                                            /dump_tensor_data/{name}.input.0.pt    (task "tensor")
 
-Modules (level L0, mix) become module records. Where there are none, calls of the Python API (L1) become inline
-captures; they line up with those of another such dump, and with the ops of a trace (`align.api_calls`).
+Modules (level L0, mix) become module records. Where there are none, calls of the Python API (L1) become
+inline captures; they line up with those of another such dump and with ops of a trace (`align.api_calls`).
 """
 
 from __future__ import annotations
