@@ -3,9 +3,9 @@
 A dump of API calls (`Functional.linear`, `Tensor.__add__`; msprobe's level L1) knows no module and no op.
 The other trace has the ops that such calls led to. Both are sequences of results in the order of the run: a
 call is the op of its family that returns as many numbers, in that order (the longest common sequence; values
-never count), where both sides have as many of that kind. Where the dump is the reference, the results of those
-ops stand in the target once more, as the captures that the dump has; where it is the target, its calls become
-those ops, with the views between them. Calls that only look at a tensor otherwise have no op of their own.
+never count), where both sides have as many of that kind. Where the dump is the reference, the results of
+those ops stand in the target once more, as the captures that the dump has; where it is the target, its calls
+become those ops, with the views between them. Calls that only look at a tensor otherwise have no op.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Summaries:
       counts: [n, 3], how many are NaN, inf and -inf; NaN where it was not counted.
       huge: [n], whether some are as large as a mask's.
       has_sketch: [n].
-      sketch: [n, K], of those that have one.
+      sketch: [n, K], of those that have one; narrow ones [n, NARROW].
     """
 
     summarised: Bools
@@ -54,7 +54,8 @@ class Summaries:
         """Of contents, and their sketches [K] or None."""
         counts = np.array([[c.stats.get(name) for name in _COUNTS] for c in contents], dtype=np.float64)
         extremes = np.array([[c.stats.get(n) or 0.0 for n in ("min", "max")] for c in contents], np.float64)
-        table = np.zeros((len(contents), K), dtype=np.float32)
+        width = next((len(sketch) for sketch in sketches if sketch is not None), K)
+        table = np.zeros((len(contents), width), dtype=np.float32)
         for row, sketch in enumerate(sketches):
             if sketch is not None:
                 table[row] = sketch
@@ -71,8 +72,9 @@ class Summaries:
         """Of rows of a table."""
         extremes = np.stack([table.stat("min", places), table.stat("max", places)], axis=1)
         has_sketch = table.has_sketch[places]
-        sketch = np.zeros((len(places), K), dtype=np.float32)
-        sketch[has_sketch] = table.sketches(places[has_sketch])
+        found = table.sketches(places[has_sketch])
+        sketch = np.zeros((len(places), found.shape[1]), dtype=np.float32)
+        sketch[has_sketch] = found
         return cls(
             table.summarised[places],
             np.stack([table.stat(name, places) for name in _COUNTS], axis=1),

@@ -165,18 +165,25 @@ class ContentTable:
         return found
 
     def sketches(self, places: Numbers) -> npt.NDArray[np.float32]:
-        """[len(places), K], of contents that have a sketch.
+        """[len(places), K], of contents that have a sketch; narrow ones [len(places), NARROW].
 
         Raises:
           TraceFormatError: a shard that holds them is missing or corrupt.
         """
-        found = np.empty((len(places), K), dtype=np.float32)
+        found = np.empty((len(places), self._width(places)), dtype=np.float32)
         frames = np.searchsorted(self._ends, places, side="right") - 1
         for number in np.unique(frames):
             chosen = frames == number
             table = self._reader.sketch_table(self._frames[number][1])
             found[chosen] = table[self._rows[places[chosen]]]
         return found
+
+    def _width(self, places: Numbers) -> int:
+        """Of the sketches: the writer makes all of one rank alike."""
+        if not len(places):
+            return K
+        frame = int(np.searchsorted(self._ends, places[0], side="right")) - 1
+        return int(self._reader.sketch_table(self._frames[frame][1]).shape[1])
 
 
 @dataclass(frozen=True, slots=True)
