@@ -194,6 +194,7 @@ class Tracer:
         self._lock = threading.RLock()
         self._bracket: dict[str, Any] | None = None
         self._bracket_steps: dict[str, int] = {}
+        self._begun: set[str] = set()  # models of which something was called in the bracket
         self._running: dict[str, int] = {}
         self._parts: dict[str, set[str]] = {}
         self._parameter_owners: dict[int, list[tuple[str, str, torch.nn.Module, str]]] = {}
@@ -361,6 +362,7 @@ class Tracer:
             raise CaptureError("rec.step() was entered inside rec.step(); a step cannot hold another.")
         self._bracket = meta
         self._bracket_steps = {}
+        self._begun = set()
         if len(self.table.roots) <= 1:
             model = next(iter(self.table.roots), "")
             self._bracket_steps[model] = self.new_step(model, meta)
@@ -387,6 +389,9 @@ class Tracer:
         if self._bracket is not None and model not in self._bracket_steps:
             return self.step_of_root_call(model), True
         step = self._steps.get(model, -1)
+        if self._bracket is not None and model not in self._begun:
+            self._begun.add(model)
+            return step, True
         if self.finder is None or _current_node() is not None or self._running.get(model, 0):
             return step, False
         called = self._parts.get(model)
@@ -410,6 +415,7 @@ class Tracer:
         )
 
     def root_entered(self, model: str) -> None:
+        self._begun.add(model)
         self._running[model] = self._running.get(model, 0) + 1
 
     def root_left(self, model: str) -> None:

@@ -423,12 +423,18 @@ class Blame:
         """The root call that was given this leaf, if one was."""
         leaf = self._target.slot(value)
         for call in self._target.roots:
-            if call.record is None:
+            if call.record is None or self._may_be_made(call):
                 continue
             for slot in call.record.slots:
                 if slot.role == "in" and slot.is_tensor and slot.leaf and slot.storage == leaf.storage >= 0:
                     return call.record, slot
         return None
+
+    def _may_be_made(self, call: Call) -> bool:
+        """Whether code between calls, which a recording of modules does not see, may have made its inputs."""
+        if not call.path or (self._target.reader.header.get("options") or {}).get("level") != "module":
+            return False
+        return any(root.key[:2] == call.key[:2] and root.closed < call.opened for root in self._target.roots)
 
     def _first_edge(self, value: Value, reader: StoredRecord) -> StoredRecord:
         """The op that first took a constant: usually `lift_fresh`."""

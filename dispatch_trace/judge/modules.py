@@ -63,7 +63,8 @@ class ModuleBlame:
         Where the root's own call is in neither trace, the calls that it made stand side by side.
         """
         top = call.enclosing()[-1]
-        if top is not call and top.record is not None:
+        handed = bool(top.path) and self._is_wrong(self._border(top, "in"), top, 0.0)
+        if top is not call and top.record is not None and not handed:
             return self.find(top)
         roots = [root for root in self._pairing.target.roots if root.key[:2] == call.key[:2]]
         return self._inside(Call((*call.key[:2], "", 0), None, None, children=roots))
