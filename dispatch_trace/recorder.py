@@ -30,6 +30,7 @@ from dispatch_trace.capture.ops import OpRecorder
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions, same_bits
 from dispatch_trace.capture.roots import RootFinder
 from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.capture.values import ValueRecorder
 from dispatch_trace.config import DEFAULT_MAX_PENDING_BYTES, RecordOptions, record_options
 from dispatch_trace.errors import CaptureError, ConfigError
 from dispatch_trace.patterns import select_modules
@@ -208,8 +209,7 @@ class record:
             if regions:
                 writer.amend_header(self._regions.header())
             if options.level == "op":
-                mode = OpRecorder if options.wants_values else MetaRecorder
-                tracer.new_mode = functools.partial(mode, tracer)
+                tracer.new_mode = functools.partial(self._mode_class(), tracer)
                 if self._finder is None:
                     self._mode = tracer.new_mode()
                     self._mode.start()
@@ -316,6 +316,14 @@ class record:
             self._modules = None
         if sys.getrecursionlimit() == 2 * self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
+
+    def _mode_class(self) -> type[OpRecorder]:
+        options = self._options
+        if not options.wants_values:
+            return MetaRecorder
+        # Live, each record is judged when it is made; elsewhere rows need one kind of values for all.
+        rows = self._live is None and options.inputs and not options.save_rules
+        return ValueRecorder if rows else OpRecorder
 
     def _start_mode(self) -> bool:
         """Puts the mode below all others of the thread that opened the recording, for good.

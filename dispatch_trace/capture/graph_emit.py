@@ -118,12 +118,12 @@ class Emitter:
                 if g is None or storages.known(value) is not None:
                     continue  # on record already
                 entry, _ = storages.entry(value, g, "op")
-                entry.definitions[g] = (*seen.producers[-1], 0)
+                entry.history.definitions[g] = (*seen.producers[-1], 0)
                 content = storages.snapshot(
                     value, g, keep=tracer.options.save_of(self._run.base.path) == "tensors"
                 )
                 if content is not None:
-                    entry.contents[g] = content
+                    entry.history.contents[g] = content
 
     def _earlier(self, node: torch.fx.Node) -> Any:
         """What forward showed of a value that backward reads."""

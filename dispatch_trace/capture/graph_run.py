@@ -289,9 +289,10 @@ def stand_in(tracer: Tracer, tensor: torch.Tensor) -> torch.Tensor:
         return twin
     storages.read(tensor, "in", -1, -1)  # writes that nobody recorded end what is known of it
     entry, _ = storages.entry(twin, g, known.origin)
-    entry.definitions, entry.contents = dict(known.definitions), dict(known.contents)
-    entry.writes, entry.leaves = list(known.writes), set(known.leaves)
-    entry.parameters = dict(known.parameters)
+    told, history = known.history, entry.history
+    history.definitions, history.contents = dict(told.definitions), dict(told.contents)
+    history.writes, history.leaves = list(told.writes), set(told.leaves)
+    history.parameters = dict(told.parameters)
     return twin
 
 

@@ -2,42 +2,27 @@
 
 Guarantees: nothing of the program is kept, not even a tensor; in the op's way stand looks into two dicts, a
 count and an append.
-
-What an op was called with and what it returned is mostly what it was a step ago. So it is made into a
-record once (a *body*), found again by its exact value, and what is noted of each op is a row of
-(body, number, call, count): half the memory to touch, nothing for the garbage collector to walk through, and
-a row costs the writer's thread, whose work holds up the program's, a twentieth of what a record does.
 """
 
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dispatch_trace.capture.frames import Frame
-from dispatch_trace.capture.ops import OpInfo, OpRecorder, site
+from dispatch_trace.capture.ops import OpInfo, site
+from dispatch_trace.capture.rows import KEYWORDS, MANY_ROWS, NoKey, RowRecorder, exact
 from dispatch_trace.capture.snapshot import dtype_name, shape_of
-from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode
+from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, encode
 from dispatch_trace.nested import flatten, flatten_arguments
-from dispatch_trace.schema import NotedRow, RawRecord, RawSlot
+from dispatch_trace.schema import RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
 _Tensor = torch.Tensor
 _meta = operator.attrgetter("shape", "dtype")  # both in one call
-
-_MAX_BODIES = 1 << 13  # shapes that never come back (a growing cache) must not fill the memory
-_MANY_ROWS = 1 << 15
-_KEYWORDS = object()
-_BOOLS = ("false", "true")  # no argument takes a text or a truth value in the same place
-_CONSTANTS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
-class _NoKey(Exception):
-    """A value that equality and hash do not tell from every other."""
 
 
 def freeze(value: Any) -> Any:
@@ -58,69 +43,20 @@ def freeze(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """What stands for a value in a key: equal only for values that a record shows alike.
-
-    Numbers need care: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    """`exact`, of values and of tensors by shape and dtype.
 
     Raises:
-      _NoKey: there is no such thing.
+      NoKey: as `exact`.
     """
-    kind = type(value)
-    if kind is int or kind is str or value is None:
-        return value
-    if kind is bool:
-        return _BOOLS[value]
-    if kind is float:
-        return value.hex()
-    if kind in PLAIN_TENSORS:
+    if type(value) in PLAIN_TENSORS:
         return _meta(value)
-    if kind is list or kind is tuple:
-        if value and type(value[0]) is int:
-            return tuple(value)
+    if type(value) in (list, tuple) and not (value and type(value[0]) is int):
         return tuple([_exact(v) for v in value])
-    if kind in _CONSTANTS:
-        return value
-    raise _NoKey
+    return exact(value)
 
 
-class MetaRecorder(OpRecorder):
-    """The dispatch mode of a recording that keeps no values.
-
-    Attributes:
-      rows: what was noted and not taken yet. Only this thread adds to it; whoever takes holds a lock.
-      last: number of the last record of this mode.
-      num_taken: rows taken so far.
-    """
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__(tracer)
-        self._state = tracer.state
-        self._infos = tracer.op_infos
-        self._bodies = tracer.bodies
-        self._number = tracer.state.number
-        self._next = tracer.numbers.__next__
-        self.rows: list[NotedRow] = []
-        self._append = self.rows.append
-        self._taking = threading.Lock()
-        self.num_taken = 0
-        self.last = tracer.upcoming_seq - 1
-
-    def start(self) -> None:
-        super().start()
-        self._tracer.add_source(self)
-
-    def stop(self) -> None:
-        # A program's threads come and go, and each call in one has a mode of its own.
-        super().stop()
-        self._tracer.remove_source(self)
-
-    def take_rows(self) -> list[NotedRow]:
-        """Takes what was noted so far; from any thread, while the program goes on noting."""
-        with self._taking:
-            rows = self.rows[:]
-            del self.rows[: len(rows)]
-            self.num_taken += len(rows)
-        return rows
+class MetaRecorder(RowRecorder):
+    """The dispatch mode of a recording that keeps no values."""
 
     def __torch_dispatch__(
         self,
@@ -155,7 +91,7 @@ class MetaRecorder(OpRecorder):
                     else:
                         add(_exact(value))
                 if kwargs:
-                    add(_KEYWORDS)
+                    add(KEYWORDS)
                     for name, value in kwargs.items():
                         add(name)
                         add(_exact(value))
@@ -170,8 +106,8 @@ class MetaRecorder(OpRecorder):
                 counts, base = frame.counts, info.base
                 counts[base] = n = counts.get(base, -1) + 1
                 self.last = seq = self._next()
-                self._append((body, seq, frame, n, self._number))
-            except (_NoKey, RuntimeError):  # strided nested tensors raise at their shape
+                self._append((body, seq, frame, n, self._number, None, None))
+            except (NoKey, RuntimeError):  # strided nested tensors raise at their shape
                 self._note(frame, info, args, kwargs or {}, out)
             except Exception as error:
                 self._tracer.fault(error)
@@ -190,7 +126,7 @@ class MetaRecorder(OpRecorder):
             body = self._new_body(None, frame, info, args, kwargs, out)
             n = frame.count(info.base)
             self.last = seq = self._next()
-            self._append((body, seq, frame, n, self._number))
+            self._append((body, seq, frame, n, self._number, None, None))
         except Exception as error:
             self._tracer.fault(error)
 
@@ -206,14 +142,12 @@ class MetaRecorder(OpRecorder):
         body = op_record(
             frame, info, freeze(args), {k: freeze(v) for k, v in (kwargs or {}).items()}, freeze(out)
         )
-        self._keep_body(key if frame.shares_bodies else None, body)
+        if key is not None and frame.shares_bodies:
+            self.keep_body(key, body)
         return body
 
-    def _keep_body(self, key: tuple[Any, ...] | None, body: RawRecord) -> None:
-        if key is not None:
-            if len(self._bodies) >= _MAX_BODIES:
-                self._bodies.clear()
-            self._bodies[key] = body
+    def inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return inputs_of(args, kwargs)
 
     def note_module(self, frame: Frame, out: Any, note: str = "") -> None:
         """Notes that a module call has ended, with what it returned (None where it raised)."""
@@ -231,16 +165,14 @@ class MetaRecorder(OpRecorder):
             if body is None:
                 leaves = [("out", outputs)] if type(outputs) is tuple else outputs
                 body = module_record(-1, frame, leaves, note, self._number)
-                self._keep_body(key, body)
+                if key is not None:
+                    self.keep_body(key, body)
             self.last = seq = self._next()
-            self._append((body, seq, frame, 0, self._number))
-            if len(self.rows) > _MANY_ROWS:
-                self._tracer.put_rows(self.take_rows())
+            self._append((body, seq, frame, 0, self._number, None, None))
+            if len(self.rows) > MANY_ROWS:
+                self._tracer.writer.put_rows_of(self)
         except Exception as error:
             self._tracer.fault(error)
-
-    def upcoming_seq(self) -> int:
-        return self.last + 1
 
 
 def _key_of_leaves(note: str, *sides: Any) -> tuple[Any, ...] | None:
@@ -252,7 +184,7 @@ def _key_of_leaves(note: str, *sides: Any) -> tuple[Any, ...] | None:
             else ("leaves", *[(name, v if type(v) is tuple else _exact(v)) for name, v in side])
             for side in sides
         ]
-    except _NoKey:
+    except NoKey:
         return None
 
 

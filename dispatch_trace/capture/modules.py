@@ -30,6 +30,7 @@ from dispatch_trace.capture.frames import (
     resolve_path,
 )
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions
+from dispatch_trace.capture.rows import RowRecorder
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.nested import flatten, flatten_arguments
 
@@ -39,6 +40,7 @@ _is_compiling = torch.compiler.is_compiling
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler: Any = torch.compiler
 _call_impl = torch.nn.Module._call_impl
+_num_function_modes = torch._C._len_torch_function_stack
 _has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
 
@@ -96,7 +98,7 @@ class ModuleRecorder:
             end(opened, out)
             return out
 
-        self._wrapper = call if tracer.storages is not None else self._short_call(call)
+        self._wrapper = self._short_call(call)
         torch.nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         self._prepare_modules()
 
@@ -143,15 +145,16 @@ class ModuleRecorder:
         return {number for _, _, number in places} - followed
 
     def _short_call(self, call: Any) -> Any:
-        """`call` for `save="meta"`, with the plain case in one piece: functions cost more than what they do.
+        """`call` with the plain case in one piece: functions cost more than what they do.
 
         Plain is a call inside a call of the same model, by the one name the module has, of a module whose
-        class's forward is all there is to it.
+        class's forward is all there is to it, under a mode that notes rows.
         """
         tracer, sites, fail, original = self._tracer, self._sites, self._fail, self._original_call
         state, counters = tracer.state, tracer.counters
         wants_inputs = tracer.options.inputs
-        is_grad_enabled, new_frame, inputs_of = torch.is_grad_enabled, Frame, meta.inputs_of
+        written = tracer.storages.written_parameters if tracer.storages is not None else ()
+        is_grad_enabled, new_frame = torch.is_grad_enabled, Frame
 
         @functools.wraps(original)
         def short_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -164,10 +167,12 @@ class ModuleRecorder:
             parent, mode = state.frame, state.mode
             if (
                 parent is None
-                or mode is None
+                or not isinstance(mode, RowRecorder)
                 or parent.model != site.model
                 or _current_node() is not None
                 or not tracer.active
+                or written
+                or _num_function_modes()
                 or not _calls_forward_only(module, site.forward)
             ):
                 return call(module, *args, **kwargs)
@@ -180,10 +185,10 @@ class ModuleRecorder:
             frame = new_frame(
                 site.model, site.path, number, "fwd", step, module, parent, site.records_ops, returns
             )
-            frame.opened = mode.last + 1
+            frame.opened = mode.upcoming_seq()
             if returns and wants_inputs:
                 try:
-                    frame.inputs = inputs_of(args, kwargs)
+                    frame.inputs = mode.inputs_of(args, kwargs)
                 except Exception as error:
                     tracer.fault(error)
             if is_grad_enabled():
@@ -436,8 +441,8 @@ class ModuleRecorder:
                 else:
                     state.mode.note_module(frame, None if out is _MISSING else out, note)
                 return
-            slots, frame.inputs = frame.inputs, []
-            first = len(slots)
+            slots = frame.inputs if type(frame.inputs) is list else frame.inputs.slots("in", whole=True)
+            frame.inputs, first = [], len(slots)
             with tracer.own_ops(state):
                 tracer.set_save(tracer.options.save_of(frame.path))
                 if out is not _MISSING:
@@ -445,8 +450,7 @@ class ModuleRecorder:
                         slots += tracer.value_slots(name, value, "out")
                 if frame.is_root:
                     tracer.record_written_parameters(state, frame.step)
-            producers = [s.producers[-1][0] for s in slots[first:] if s.is_tensor and s.producers]
-            tracer.put_module(frame, slots, producer=producers[0] if producers else -1, note=note)
+            tracer.put_module(frame, slots, first_output=first, note=note)
         except Exception as error:
             tracer.fault(error)
         finally:

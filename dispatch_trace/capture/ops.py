@@ -74,6 +74,8 @@ _TORCH_NAMESPACES = frozenset(
 _RESIZING = frozenset({"aten.resize", "aten.resize_as"})
 _DROPPED_NAMESPACES = frozenset({"profiler", "dispatch_trace"})
 _DROPPED = frozenset({"prim.device", "prim.layout", "aten.sym_size", "aten.sym_stride", "aten.sym_numel"})
+# What they return reads negated or conjugated, which no geometry shows.
+_FLAGGING = frozenset({"aten._neg_view", "aten._conj", "aten.real", "aten.imag", "aten.view_as_real"})
 # Scalars that turn up everywhere: equality with an earlier `.item()` says nothing about them.
 _COMMON = frozenset({0, 1, 2, -1, -2, 0.5, -0.5})
 
@@ -105,6 +107,7 @@ class OpInfo:
         "light",
         "names",
         "overload",
+        "quick",
         "random",
         "resizes",
         "selected",
@@ -127,7 +130,7 @@ class OpInfo:
             self.aten = False
             self.foreign = True
             self.dropout = -1
-            self.dropped = self.direct = False
+            self.dropped = self.direct = self.quick = False
             self.selected = selected(self.base)
             return
         schema = func._schema
@@ -158,6 +161,14 @@ class OpInfo:
         self.composite = _is_composite(func)
         # No question but whose it is stands between the op and its record.
         self.direct = self.selected and not (self.dropped or self.composite)
+        # What it reads may be looked at after it has run, and what it returns comes of that alone.
+        self.quick = (
+            self.direct
+            and self.aten
+            and not (self.written or self.resizes or self.foreign or self.is_empty or self.item)
+            and self.base not in _FLAGGING
+            and (not self.random or self.dropout >= 0)
+        )
 
     def record(self, frame: Frame, seq: int, n: int, **fields: Any) -> RawRecord:
         """A record of this op in a body, the `n`-th of its name there."""

@@ -11,12 +11,13 @@ Writes that nobody sees (NumPy, `.data` outside the recorder) leave it standing:
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
 import torch
 
-from dispatch_trace.schema import Content, RawSlot, Save
+from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawSlot, Save, SlotFacts
 from dispatch_trace.store.writer import TraceWriter
 
 Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
@@ -24,10 +25,11 @@ Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
 _expired: Any = torch.UntypedStorage._expired
 _free_weak: Any = torch.UntypedStorage._free_weak_ref
 _lazy_clone = torch._lazy_clone
+_is_cow: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 # Where an address means something and a copy costs the device nothing else. Of other devices only the bytes
 # are asked for (docs/neuron.md): a clone would be one more program to compile under XLA.
 _ADDRESSED = frozenset({"cpu", "cuda"})
-_PURGE_EVERY = 4096
+_PURGE_EVERY = 1024
 # Above this, exact coverage of a buffer from `empty` is not tracked element by element.
 _MASK_ELEMENTS = 1 << 20
 
@@ -42,6 +44,31 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+class History:
+    """How the content of a storage came about, as far as records show it.
+
+    Attributes:
+      definitions: geometry -> (seq, slot, number of writes seen before).
+      writes: (seq, slot, first byte, byte after the last), in order.
+      contents: geometry -> snapshot that still holds.
+      geometries: geometries written by recorded ops, piece by piece.
+      leaves: geometries first read while no record had produced their content.
+      parameters: geometry -> seq of the record of the parameter that it is.
+      mask: of a buffer from `empty`, which elements have been written.
+    """
+
+    __slots__ = ("contents", "definitions", "geometries", "leaves", "mask", "parameters", "writes")
+
+    def __init__(self) -> None:
+        self.definitions: dict[Geometry, tuple[int, int, int]] = {}
+        self.writes: list[tuple[int, int, int, int]] = []
+        self.contents: dict[Geometry, Content] = {}
+        self.geometries: set[Geometry] = set()
+        self.leaves: set[Geometry] = set()
+        self.parameters: dict[Geometry, int] = {}
+        self.mask: torch.Tensor | None = None
+
+
 class StorageEntry:
     """What is known of one storage.
 
@@ -49,29 +76,14 @@ class StorageEntry:
       number: the storage's number in the trace.
       weak: weak reference to the C++ storage (its address stays taken while it is held).
       origin: "op" (a recorded op allocated it), "empty" (an `empty*` did), "leaf" (first seen as input).
-      definitions: geometry -> (seq, slot, number of writes seen before).
-      writes: (seq, slot, first byte, byte after the last), in order.
-      contents: geometry -> snapshot that still holds.
-      geometries: geometries written by recorded ops, piece by piece.
-      leaves: geometries first read while no record had produced their content.
       version: largest version counter that recorded writes account for.
+      versions: whether its tensors count versions; those made in inference mode do not.
+      facts: geometry -> what a slot says that reads it as it is now. Only of what one record defined whole,
+        on the CPU; whatever changes the answer takes it out again.
+      told: the history, None while the facts say all: most storages live for an op or two.
     """
 
-    __slots__ = (
-        "alignment",
-        "contents",
-        "definitions",
-        "geometries",
-        "leaves",
-        "mask",
-        "nbytes",
-        "number",
-        "origin",
-        "parameters",
-        "version",
-        "weak",
-        "writes",
-    )
+    __slots__ = ("alignment", "facts", "nbytes", "number", "origin", "told", "version", "versions", "weak")
 
     def __init__(self, number: int, weak: int, nbytes: int, alignment: int, origin: str) -> None:
         self.number = number
@@ -79,25 +91,28 @@ class StorageEntry:
         self.nbytes = nbytes
         self.alignment = alignment
         self.origin = origin
-        self.definitions: dict[Geometry, tuple[int, int, int]] = {}
-        self.writes: list[tuple[int, int, int, int]] = []
-        self.contents: dict[Geometry, Content] = {}
-        self.geometries: set[Geometry] = set()
-        self.leaves: set[Geometry] = set()
-        self.parameters: dict[Geometry, int] = {}
+        self.facts: dict[Geometry, SlotFacts] = {}
+        self.told: History | None = None
         self.version = 0
-        self.mask: torch.Tensor | None = None
+        self.versions = True
+
+    @property
+    def history(self) -> History:
+        """How the content came about."""
+        told = self.told
+        if told is None:
+            told = self.told = History()
+            for g, fact in self.facts.items():
+                told.definitions[g] = (*fact[3][-1], 0)
+                if fact[4] is not None:
+                    told.contents[g] = fact[4]
+        return told
 
     def forget(self) -> None:
         """The content changed in a way that no record shows."""
-        self.definitions.clear()
-        self.writes.clear()
-        self.contents.clear()
-        self.geometries.clear()
-        self.leaves.clear()
-        self.parameters.clear()
+        self.facts.clear()
+        self.told = None
         self.origin = "leaf"
-        self.mask = None
 
 
 class ObjectEntry(StorageEntry):
@@ -134,6 +149,14 @@ def _extent(g: Geometry) -> tuple[int, int]:
     return offset * size, (last + 1) * size
 
 
+def is_shared(tensor: torch.Tensor, g: Geometry) -> bool:
+    """Whether a tensor fills a storage that is copy-on-write already, so that one more copy costs nothing.
+
+    Nobody can have a pointer into such a storage to write through.
+    """
+    return bool(_is_cow(tensor)) and _is_whole(g, tensor.untyped_storage().nbytes())
+
+
 def _numel(shape: tuple[int, ...]) -> int:
     n = 1
     for dim in shape:
@@ -162,6 +185,7 @@ class Storages:
 
     Attributes:
       written_parameters: numbers of storages of recorded parameters that ops have written since.
+      by_address: what is known of the storages that live, by the address of their C++ object.
     """
 
     def __init__(self, writer: TraceWriter, *, caches: bool = True) -> None:
@@ -169,10 +193,10 @@ class Storages:
         self._caches = caches
         self._save: Save = "stats"
         self.written_parameters: set[int] = set()
-        self._by_address: dict[int, StorageEntry] = {}
+        self.by_address: dict[int, StorageEntry] = {}
         self._by_object: dict[int, ObjectEntry] = {}
         self._parameters: dict[tuple[str, str, str], tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._next = 0
+        self._next_number = itertools.count().__next__
         self._until_purge = _PURGE_EVERY
 
     def set_save(self, save: Save) -> None:
@@ -186,47 +210,52 @@ class Storages:
         if g is None:
             return self._object_entry(tensor, origin)
         storage: Any = tensor.untyped_storage()
-        entry = self._by_address.get(storage._cdata)
+        entry = self.by_address.get(storage._cdata)
         if entry is not None:
             return entry, False
+        pointer = storage.data_ptr() if storage.device.type in _ADDRESSED else 0
+        entry = self.add(storage, storage.nbytes(), pointer % 64, origin)
+        entry.versions = not tensor.is_inference()
+        return entry, True
+
+    def add(self, storage: Any, nbytes: int, alignment: int, origin: str) -> StorageEntry:
+        """The entry of a storage that is seen for the first time."""
         self._until_purge -= 1
         if self._until_purge < 0:
             self.purge()
-        pointer = storage.data_ptr() if storage.device.type in _ADDRESSED else 0
-        entry = StorageEntry(self._next, storage._weak_ref(), storage.nbytes(), pointer % 64, origin)
-        self._next += 1
-        self._by_address[storage._cdata] = entry
-        return entry, True
+        entry = StorageEntry(self._next_number(), storage._weak_ref(), nbytes, alignment, origin)
+        self.by_address[storage._cdata] = entry
+        return entry
 
     def _object_entry(self, tensor: torch.Tensor, origin: str) -> tuple[StorageEntry, bool]:
         known = self._by_object.get(id(tensor))
         if known is not None and known.ref() is tensor:
             return known, False
-        entry = ObjectEntry(self._next, weakref.ref(tensor), origin)
-        self._next += 1
+        entry = ObjectEntry(self._next_number(), weakref.ref(tensor), origin)
         self._by_object[id(tensor)] = entry
         return entry, True
 
     def known(self, tensor: torch.Tensor) -> StorageEntry | None:
         """The entry of a tensor's storage if there is one; makes none."""
         try:
-            return self._by_address.get(tensor.untyped_storage()._cdata)
+            return self.by_address.get(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):
             found = self._by_object.get(id(tensor))
             return found if found is not None and found.ref() is tensor else None
 
     def purge(self) -> None:
         """Lets go of storages that no longer exist."""
-        for address in [a for a, e in self._by_address.items() if _expired(e.weak)]:
-            _free_weak(self._by_address.pop(address).weak)
+        # Copied first: another thread may add one meanwhile.
+        for address in [a for a, e in list(self.by_address.items()) if _expired(e.weak)]:
+            _free_weak(self.by_address.pop(address).weak)
         for key in [k for k, e in self._by_object.items() if e.ref() is None]:
             del self._by_object[key]
-        self._until_purge = max(_PURGE_EVERY, len(self._by_address))
+        self._until_purge = max(_PURGE_EVERY, len(self.by_address))
 
     def close(self) -> None:
-        for entry in self._by_address.values():
+        for entry in self.by_address.values():
             _free_weak(entry.weak)
-        self._by_address.clear()
+        self.by_address.clear()
         self._by_object.clear()
 
     # -- values --------------------------------------------------------------------------------------
@@ -272,7 +301,7 @@ class Storages:
         slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
         if not blind:
             self._see_version(entry, tensor)
-        defined = entry.definitions.get(g or ())
+        defined = entry.history.definitions.get(g or ())
         if blind:
             slot.producers = _producers(entry, defined, g)
             return slot
@@ -281,18 +310,19 @@ class Storages:
         elif entry.origin == "leaf":
             slot.leaf = self._is_leaf(entry, defined, g)
         slot.producers = _producers(entry, defined, g)
-        parameter = entry.parameters.get(g or ())
+        parameter = entry.history.parameters.get(g or ())
         if parameter is not None and (parameter, 0) not in slot.producers:
             slot.producers = ((parameter, 0), *slot.producers)
-        content = entry.contents.get(g or ())
+        content = entry.history.contents.get(g or ())
         if content is None and (slot.leaf or own):
             content = self._content(entry, tensor, g, leaf=slot.leaf, fresh=fresh)
         if slot.leaf and seq >= 0:
             # From here on the value is known: this leaf, plus whatever recorded ops write into it.
-            entry.leaves.add(g or ())
+            entry.history.leaves.add(g or ())
             if defined is None:
-                entry.definitions[g or ()] = (seq, index, len(entry.writes))
+                entry.history.definitions[g or ()] = (seq, index, len(entry.history.writes))
         slot.content = content
+        self._remember(entry, tensor, g)
         return slot
 
     def produced(
@@ -321,10 +351,11 @@ class Storages:
         slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
         if new and not tensor.is_inference():
             entry.version = max(entry.version, tensor._version)
-        entry.definitions[g or ()] = (seq, index, len(entry.writes))
+        entry.history.definitions[g or ()] = (seq, index, len(entry.history.writes))
         if new and origin != "empty":
             fresh = aten and g is not None and _is_whole(g, entry.nbytes)
             slot.content = self._content(entry, tensor, g, leaf=keep, fresh=fresh)
+        self._remember(entry, tensor, g)
         return slot, not new
 
     def written(
@@ -342,18 +373,19 @@ class Storages:
             if nbytes != entry.nbytes:  # resize_
                 entry.nbytes = nbytes
         slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
-        entry.contents.clear()
+        entry.history.contents.clear()
+        entry.facts.clear()
         self._end_parameters(entry)
         if g is None or _is_whole(g, entry.nbytes):
-            entry.definitions = {g or (): (seq, index, 0)}
-            entry.writes.clear()
-            entry.geometries.clear()
-            entry.leaves.clear()
+            entry.history.definitions = {g or (): (seq, index, 0)}
+            entry.history.writes.clear()
+            entry.history.geometries.clear()
+            entry.history.leaves.clear()
             entry.origin = "op"
         else:
-            entry.writes.append((seq, index, *_extent(g)))
-            entry.definitions[g] = (seq, index, len(entry.writes))
-            entry.geometries.add(g)
+            entry.history.writes.append((seq, index, *_extent(g)))
+            entry.history.definitions[g] = (seq, index, len(entry.history.writes))
+            entry.history.geometries.add(g)
             if entry.origin == "empty":
                 self._cover(entry, g)
         if not tensor.is_inference():
@@ -377,8 +409,8 @@ class Storages:
         Parameters and buffers are kept: their version counters tell.
         """
         self.purge()
-        for entry in (*self._by_address.values(), *self._by_object.values()):
-            if not entry.parameters:
+        for entry in (*self.by_address.values(), *self._by_object.values()):
+            if entry.told is None or not entry.told.parameters:
                 entry.forget()
 
     def parameter_is_current(self, tensor: torch.Tensor, known: tuple[str, str, str]) -> bool:
@@ -405,15 +437,42 @@ class Storages:
         entry, _ = self.entry(tensor, g, "leaf")
         slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
         self._see_version(entry, tensor)
-        slot.producers = _producers(entry, entry.definitions.get(g or ()), g)
-        content = entry.contents.get(g or ())
+        slot.producers = _producers(entry, entry.history.definitions.get(g or ()), g)
+        content = entry.history.contents.get(g or ())
         slot.content = content if content is not None else self._content(entry, tensor, g)
-        entry.parameters[g or ()] = seq
+        entry.history.parameters[g or ()] = seq
+        self._remember(entry, tensor, g)
         return slot
 
+    def _remember(self, entry: StorageEntry, tensor: torch.Tensor, g: Geometry | None) -> None:
+        """Works out the facts of a geometry, where they hold until the storage changes."""
+        if g is None or not self._caches or g[0].is_complex:
+            return
+        if entry.history.writes or entry.origin == "empty" or g[4] or not tensor.is_cpu:
+            entry.facts.pop(g, None)
+            return
+        defined, parameter = entry.history.definitions.get(g), entry.history.parameters.get(g)
+        producers = () if parameter is None else ((parameter, 0),)
+        flags = SLOT_LEAF if entry.origin == "leaf" and g in entry.history.leaves else 0
+        if defined is not None:
+            producers = (*producers, (defined[0], defined[1]))
+        elif entry.history.definitions or entry.origin != "leaf" or g not in entry.history.contents:
+            return  # perhaps a view made elsewhere: what it shows may change with another geometry
+        else:
+            flags = SLOT_LEAF | SLOT_IS_NEW
+        entry.facts[g] = (
+            entry.number,
+            entry.nbytes,
+            entry.alignment,
+            producers,
+            entry.history.contents.get(g),
+            flags,
+        )
+
     def _end_parameters(self, entry: StorageEntry) -> None:
-        if entry.parameters:
-            entry.parameters.clear()
+        if entry.history.parameters:
+            entry.history.parameters.clear()
+            entry.facts.clear()
             self.written_parameters.add(entry.number)
 
     def _see_version(self, entry: StorageEntry, tensor: torch.Tensor) -> None:
@@ -422,7 +481,7 @@ class Storages:
             return
         version = tensor._version
         if version > entry.version:
-            if entry.definitions or entry.contents or entry.writes:
+            if entry.history.definitions or entry.history.contents or entry.history.writes:
                 entry.forget()
             entry.version = version
 
@@ -438,7 +497,7 @@ class Storages:
         keep = self._save == "tensors" or (leaf and self._save == "leaves")
         content = self.snapshot(tensor, g, keep=keep, fresh=fresh)
         if content is not None and self._caches:
-            entry.contents[g or ()] = content
+            entry.history.contents[g or ()] = content
         return content
 
     def snapshot(
@@ -459,7 +518,10 @@ class Storages:
         self._writer.reserve(num_bytes)
         if source.device.type not in _ADDRESSED:
             copy = source.cpu()
-        elif fresh and not expanded:
+        elif not expanded and (
+            fresh or (_is_cow(source) and _is_whole(g, source.untyped_storage().nbytes()))
+        ):
+            # A storage that is copy-on-write already: nobody can have a pointer into it to write through.
             try:
                 copy = _lazy_clone(source)
             except RuntimeError:  # storage that torch does not own
@@ -477,27 +539,27 @@ class Storages:
     # -- leaves --------------------------------------------------------------------------------------
 
     def _is_leaf(self, entry: StorageEntry, defined: tuple[int, int, int] | None, g: Geometry | None) -> bool:
-        if not entry.writes:
-            return defined is None or (g or ()) in entry.leaves
+        if not entry.history.writes:
+            return defined is None or (g or ()) in entry.history.leaves
         if defined is not None:
             return False  # an earlier value, plus writes that are on record
         first, last = _extent(g) if g is not None else (0, 0)
-        overlapping = [w for w in entry.writes if w[2] < last and w[3] > first]
-        return not overlapping or g not in entry.geometries
+        overlapping = [w for w in entry.history.writes if w[2] < last and w[3] > first]
+        return not overlapping or g not in entry.history.geometries
 
     def _reads_unwritten(self, entry: StorageEntry, g: Geometry | None, tensor: torch.Tensor) -> bool:
-        if g in entry.geometries or g is None:
+        if g in entry.history.geometries or g is None:
             return False
-        if entry.mask is not None and entry.mask.numel():
+        if entry.history.mask is not None and entry.history.mask.numel():
             dtype, offset, shape, strides, _ = g
-            if entry.mask.numel() * dtype.itemsize == entry.nbytes:
-                return not bool(entry.mask.as_strided(shape, strides, offset).all())
-        if not entry.geometries:
+            if entry.history.mask.numel() * dtype.itemsize == entry.nbytes:
+                return not bool(entry.history.mask.as_strided(shape, strides, offset).all())
+        if not entry.history.geometries:
             return tensor.numel() > 0
         first, last = _extent(g)
         inside = sum(
             _numel(w[2]) * w[0].itemsize
-            for w in entry.geometries
+            for w in entry.history.geometries
             if _extent(w)[0] < last and _extent(w)[1] > first
         )
         return bool(inside < _numel(g[2]) * g[0].itemsize)
@@ -505,15 +567,15 @@ class Storages:
     def _cover(self, entry: StorageEntry, g: Geometry) -> None:
         dtype, offset, shape, strides, _ = g
         elements = entry.nbytes // dtype.itemsize
-        if entry.mask is None:
-            entry.mask = torch.zeros(
+        if entry.history.mask is None:
+            entry.history.mask = torch.zeros(
                 elements if elements <= _MASK_ELEMENTS else 0, dtype=torch.bool, device="cpu"
             )
-        if entry.mask.numel() == elements:
-            entry.mask.as_strided(shape, strides, offset).fill_(True)
-            if bool(entry.mask.all()):
+        if entry.history.mask.numel() == elements:
+            entry.history.mask.as_strided(shape, strides, offset).fill_(True)
+            if bool(entry.history.mask.all()):
                 entry.origin = "op"
-        elif sum(_numel(w[2]) * w[0].itemsize for w in entry.geometries) >= entry.nbytes:
+        elif sum(_numel(w[2]) * w[0].itemsize for w in entry.history.geometries) >= entry.nbytes:
             # Too large to track by element: distinct pieces that add up to the whole are taken as disjoint.
             entry.origin = "op"
 
@@ -523,17 +585,21 @@ def _producers(
 ) -> tuple[tuple[int, int], ...]:
     """The record that defined a value, then every later write that may overlap it."""
     if defined is None:
-        if not entry.definitions and not entry.writes:
+        if not entry.history.definitions and not entry.history.writes:
             return ()
         first, last = _extent(g) if g is not None else (0, 0)
-        base = [(seq, index) for h, (seq, index, _) in entry.definitions.items() if _covers(h, first, last)]
-        writes = [(w[0], w[1]) for w in entry.writes if w[2] < last and w[3] > first]
+        base = [
+            (seq, index)
+            for h, (seq, index, _) in entry.history.definitions.items()
+            if _covers(h, first, last)
+        ]
+        writes = [(w[0], w[1]) for w in entry.history.writes if w[2] < last and w[3] > first]
         return tuple(base[:1] + [w for w in writes if w not in base[:1]])
     seq, index, before = defined
-    if before == len(entry.writes):
+    if before == len(entry.history.writes):
         return ((seq, index),)
     first, last = _extent(g) if g is not None else (0, 0)
-    later = [(w[0], w[1]) for w in entry.writes[before:] if w[2] < last and w[3] > first]
+    later = [(w[0], w[1]) for w in entry.history.writes[before:] if w[2] < last and w[3] > first]
     return ((seq, index), *later)
 
 

@@ -24,7 +24,7 @@ from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
 from dispatch_trace.registry import Opaque
-from dispatch_trace.schema import NO_CALL, GradPhase, NotedRow, RawRecord, RawSlot, Save, StepInfo
+from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot, Save, StepInfo
 from dispatch_trace.store.writer import RowSource, TraceWriter
 
 _current_node = torch._C._current_autograd_node
@@ -170,7 +170,7 @@ class Tracer:
         self.state.number = 0
         self.counters = Counters()
         self.op_infos: dict[int, Any] = {}  # by id of the overload: its own hash is a Python call
-        self.bodies: dict[Any, RawRecord] = {}  # what noted rows share, by what they say
+        self.bodies: dict[Any, Any] = {}  # what noted rows share, by what they say
         self.items: dict[int | float, int] = {}
         self.find_source = SourceFinder()
         self.active = True
@@ -180,7 +180,7 @@ class Tracer:
         self._num_noted = 0
         self.num_calls = 0
         self.num_parameters = 0
-        self.upcoming_seq = 0
+        self._upcoming = 0
         self.faults: list[Exception] = []
         self.let_through: BaseException | None = None
         self.new_mode: Callable[[], Any] = _no_mode
@@ -223,8 +223,16 @@ class Tracer:
     # -- the road to the writer ----------------------------------------------------------------------
 
     def next_seq(self) -> int:
-        self.upcoming_seq = (seq := next(self.numbers)) + 1
+        self._upcoming = (seq := next(self.numbers)) + 1
         return seq
+
+    @property
+    def upcoming_seq(self) -> int:
+        """The number that the next record has at least."""
+        upcoming = self._upcoming
+        for source in self.writer.sources[:]:
+            upcoming = max(upcoming, source.last + 1)
+        return upcoming
 
     def put(self, record: RawRecord) -> None:
         if self.writer.sources:
@@ -232,14 +240,22 @@ class Tracer:
         self._num_put += 1
         self.writer.put(record)
 
-    def put_module(self, frame: Frame, slots: list[RawSlot], *, producer: int = -1, note: str = "") -> None:
-        """Hands over the record of a module call that has returned."""
+    def put_module(
+        self, frame: Frame, slots: list[RawSlot], *, first_output: int | None = None, note: str = ""
+    ) -> None:
+        """Hands over the record of a module call that has returned.
+
+        Args:
+          first_output: where the outputs begin; with it the record names the producer of the first.
+        """
+        outputs = [] if first_output is None else slots[first_output:]
+        producers = [s.producers[-1][0] for s in outputs if s.is_tensor and s.producers]
         self.put(
             frame.record(
                 self.next_seq(),
                 "module",
                 slots=slots,
-                producer=producer,
+                producer=producers[0] if producers else -1,
                 opened=frame.opened,
                 thread=self.state.number,
                 note=note,
@@ -268,10 +284,6 @@ class Tracer:
             frame.record(seq, "inline", name=name, n=n, slots=slots, source=source, thread=self.state.number)
         )
 
-    def put_rows(self, rows: list[NotedRow]) -> None:
-        """Hands over rows that a source has noted, counted by the source."""
-        self.writer.put_rows(rows)
-
     def add_source(self, source: RowSource) -> None:
         """Has the writer fetch from this mode what it notes."""
         self.writer.sources.append(source)
@@ -279,17 +291,17 @@ class Tracer:
     def remove_source(self, source: RowSource) -> None:
         """A mode has come off its thread's stack: what it noted last is handed over."""
         self.writer.sources.remove(source)
-        self.put_rows(source.take_rows())
+        self.writer.put_rows_of(source)
         with self._lock:
             self._num_noted += source.num_taken
             source.num_taken = 0
-        self.upcoming_seq = max(self.upcoming_seq, source.last + 1)
+            self._upcoming = max(self._upcoming, source.last + 1)
 
     def flush_rows(self) -> None:
         """Hands over what every mode has noted: before what follows is put, and before the recorder waits."""
         for source in self.writer.sources[:]:
-            self.put_rows(source.take_rows())
-            self.upcoming_seq = max(self.upcoming_seq, source.last + 1)
+            if source.rows:
+                self.writer.put_rows_of(source)
 
     @property
     def num_records(self) -> int:

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dispatch_trace.schema import LaterRecord, NotedRow, RawRecord, StepInfo
+from dispatch_trace.schema import Content, LaterRecord, NotedRow, RawRecord, StepInfo
 from dispatch_trace.store.batch import Batch, ContentTaker, DataBudget
 from dispatch_trace.store.disk import Disk
 from dispatch_trace.store.files import RankFiles
@@ -47,6 +47,7 @@ BATCH_AGE_S = 1.0  # half of what is promised, so that the write itself fits in
 BATCH_GAP_S = 0.25  # but no oftener, or a worker that is behind would write frames of one record
 QUEUE_RECORDS = 1 << 15
 BACKLOG_AGE_S = 1.5
+_ROWS_TOGETHER = 64
 _POLL_S = 0.05
 _KICK_BYTES = 16 << 20
 _REST_BYTES = 4 << 20
@@ -88,8 +89,8 @@ class RowSource(Protocol):
     num_taken: int
     last: int
 
-    def take_rows(self) -> list[NotedRow]:
-        """Takes them; from any thread."""
+    def move_rows(self, put: Callable[[list[NotedRow]], None]) -> None:
+        """Gives them to `put`, if there are any; from any thread, and one after the other."""
 
 
 # Writers of this process, so that a fork can switch off the child's copies: their thread is not there.
@@ -219,14 +220,22 @@ class TraceWriter:
             if len(self._queue) > QUEUE_RECORDS:
                 self._wait_for_queue()
 
-    def put_rows(self, rows: list[NotedRow]) -> None:
-        """Hands over rows, which nobody changes any more."""
-        if self._accepting and rows:
-            with self._room:
-                self._num_rows += len(rows)
-            self._queue.append((time.monotonic(), rows))
+    def put_rows_of(self, source: RowSource) -> None:
+        """Hands over what a source has noted, which nobody changes any more."""
+        if self._accepting:
+            self._move_rows(source, time.monotonic())
             if self._num_rows > QUEUE_RECORDS:
                 self._wait_for_queue()
+
+    def _move_rows(self, source: RowSource, since: float) -> None:
+        """Queues them behind what was put before: the source lets nobody else put its rows meanwhile."""
+
+        def put(rows: list[NotedRow]) -> None:
+            with self._room:
+                self._num_rows += len(rows)
+            self._queue.append((since, rows))
+
+        source.move_rows(put)
 
     def put_step(self, step: StepInfo) -> None:
         """Hands a step over; a later one with the same number and model replaces it."""
@@ -284,20 +293,27 @@ class TraceWriter:
         return self._taker.num_contents
 
     def _must_wait(self, num_bytes: int) -> bool:
-        if not self._accepting or not (self._queue or self._batch or self._busy or self._disk.busy):
+        if not self._accepting or not (
+            self._queue or self._batch or self._busy or self._disk.busy or self._has_rows()
+        ):
             return False  # what is pending has not even been put: waiting would be for ever
         if self._pending_bytes and self._pending_bytes + num_bytes > self._max_pending_bytes:
             return True
         return self._age_s() > BACKLOG_AGE_S
 
+    def _has_rows(self) -> bool:
+        return any(source.rows for source in self.sources[:])
+
     def _age_s(self) -> float:
-        """Age of the oldest that is not written."""
+        """Age of the oldest that is not written, at least."""
         since = self._batch.since
         if not since:
             try:
                 since = self._queue[0][0]
             except IndexError:
-                return 0.0
+                if not self._has_rows():
+                    return 0.0
+                since = self._fetched_at
         return time.monotonic() - since
 
     def _wait_for_queue(self) -> None:
@@ -365,17 +381,21 @@ class TraceWriter:
         """Takes what the sources have noted; none of it is older than the last time."""
         since, self._fetched_at = self._fetched_at, time.monotonic()
         for source in self.sources[:]:
-            rows = source.take_rows()
-            if rows:
-                self._take_rows(rows, since)
+            self._move_rows(source, since)
 
     def _take_rows(self, rows: list[NotedRow], since: float) -> None:
-        for start in range(0, len(rows), BATCH_RECORDS):
+        with self._room:
+            self._num_rows -= len(rows)
+        for start in range(0, len(rows), _ROWS_TOGETHER):
             if not self._batch:
                 self._batch.since = since
-            self._batch.add_rows(rows[start : start + BATCH_RECORDS])
-            if len(self._batch.records) >= BATCH_RECORDS:
-                self._write_batch()
+            part = rows[start : start + _ROWS_TOGETHER]
+            for row in part:
+                for facts in row[6] or ():
+                    if facts[4] is not None and facts[4].tensor is not None:
+                        self._take_content(facts[4])
+            self._batch.add_rows(part)
+            self._after_taking()
 
     def _drain(self) -> bool:
         """Works off what is queued; False when asked to end."""
@@ -395,17 +415,9 @@ class TraceWriter:
                 if not self._batch:
                     self._batch.since = since
                 self._take(item)
-                batch = self._batch
                 if self._taker.is_away and (self._num_waiting or isinstance(item, StepInfo)):
-                    self._release(self._taker.collect(batch))  # one transfer a step
-                if batch.unread_bytes >= UNREAD_BYTES or len(batch.unread) >= UNREAD_CONTENTS:
-                    self._release(self._taker.summarise(batch))
-                if (
-                    batch.num_bytes >= self._batch_bytes
-                    or len(batch.records) >= BATCH_RECORDS
-                    or self._is_due()
-                ):
-                    self._write_batch()
+                    self._release(self._taker.collect(self._batch))  # one transfer a step
+                self._after_taking()
             if self._batch.unread:
                 self._release(self._taker.summarise(self._batch))
             if self._batch and (self._num_waiting or self._is_due()):
@@ -425,8 +437,6 @@ class TraceWriter:
         if isinstance(item, RawRecord):
             self._take_record(item)
         elif isinstance(item, list):
-            with self._room:
-                self._num_rows -= len(item)
             self._take_rows(item, self._batch.since)
         elif isinstance(item, tuple):
             self._take_record(item[0](*item[1:]))
@@ -435,13 +445,23 @@ class TraceWriter:
         else:
             self._batch.amendments.append(item.fields)
 
+    def _after_taking(self) -> None:
+        """Takes statistics, and writes, as soon as there is enough for it."""
+        batch = self._batch
+        if batch.unread_bytes >= UNREAD_BYTES or len(batch.unread) >= UNREAD_CONTENTS:
+            self._release(self._taker.summarise(batch))
+        if batch.num_bytes >= self._batch_bytes or len(batch.records) >= BATCH_RECORDS or self._is_due():
+            self._write_batch()
+
     def _take_record(self, record: RawRecord) -> None:
-        batch, taker = self._batch, self._taker
         for slot in record.slots:
-            content = slot.content
-            if content is not None and content.tensor is not None and not taker.take(content, batch):
-                self._release(content.num_bytes)
-        batch.add_record(record)
+            if slot.content is not None and slot.content.tensor is not None:
+                self._take_content(slot.content)
+        self._batch.add_record(record)
+
+    def _take_content(self, content: Content) -> None:
+        if not self._taker.take(content, self._batch):
+            self._release(content.num_bytes)
 
     def _answer(self, request: _Request) -> None:
         try:

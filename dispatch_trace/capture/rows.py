@@ -1,0 +1,109 @@
+"""A dispatch mode that notes rows instead of making records: what `meta` and `values` have in common.
+
+What an op was called with and what it returned is mostly what it was a step ago. So it is made into a
+record once (a *body*), found again by its exact description, and what is noted of each op is a row
+(`schema.NotedRow`): less memory to touch, less for the garbage collector to walk through, and a row costs
+the writer's thread, whose work holds up the program's, a twentieth of what a record does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dispatch_trace.capture.frames import Frame
+from dispatch_trace.capture.ops import OpRecorder
+from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.schema import NotedRow
+
+MANY_ROWS = 1 << 15
+MAX_BODIES = 1 << 13  # shapes that never come back (a growing cache) must not fill the memory
+KEYWORDS = object()
+_BOOLS = ("false", "true")  # no argument takes a text or a truth value in the same place
+_CONSTANTS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+class NoKey(Exception):
+    """A value that equality and hash do not tell from every other."""
+
+
+def exact(value: Any) -> Any:
+    """What stands for a plain value in a key: equal only for values that a record shows alike.
+
+    Numbers need care: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+
+    Raises:
+      NoKey: there is no such thing.
+    """
+    kind = type(value)
+    if kind is int or kind is str or value is None:
+        return value
+    if kind is bool:
+        return _BOOLS[value]
+    if kind is float:
+        return value.hex()
+    if kind is list or kind is tuple:
+        if value and type(value[0]) is int:
+            return tuple(value)
+        return tuple([exact(v) for v in value])
+    if kind in _CONSTANTS:
+        return value
+    raise NoKey
+
+
+class RowRecorder(OpRecorder):
+    """The dispatch mode of a recording that notes rows.
+
+    Attributes:
+      rows: what was noted and not taken yet. Only this thread adds to it; whoever takes holds a lock.
+      last: number of the last record of this mode.
+      num_taken: rows taken so far.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__(tracer)
+        self._state = tracer.state
+        self._infos = tracer.op_infos
+        self._bodies = tracer.bodies
+        self._number = tracer.state.number
+        self._next = tracer.numbers.__next__
+        self.rows: list[NotedRow] = []
+        self._append = self.rows.append
+        self._taking = threading.Lock()
+        self.num_taken = 0
+        self.last = tracer.upcoming_seq - 1
+
+    def start(self) -> None:
+        super().start()
+        self._tracer.add_source(self)
+
+    def stop(self) -> None:
+        # A program's threads come and go, and each call in one has a mode of its own.
+        super().stop()
+        self._tracer.remove_source(self)
+
+    def move_rows(self, put: Callable[[list[NotedRow]], None]) -> None:
+        """Gives what was noted so far to `put`; from any thread, while the program goes on noting."""
+        with self._taking:
+            rows = self.rows[:]
+            if rows:
+                del self.rows[: len(rows)]
+                self.num_taken += len(rows)
+                put(rows)
+
+    def keep_body(self, key: Any, body: Any) -> None:
+        """Remembers a body, or what holds one, by its key."""
+        if len(self._bodies) >= MAX_BODIES:
+            self._bodies.clear()
+        self._bodies[key] = body
+
+    def inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module call is given, in the form that `note_module` wants as `frame.inputs`."""
+        raise NotImplementedError
+
+    def note_module(self, frame: Frame, out: Any, note: str = "") -> None:
+        """Notes that a module call has ended, with what it returned (None where it raised)."""
+        raise NotImplementedError
