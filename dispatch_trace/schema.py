@@ -281,8 +281,8 @@ class NotedSite(Protocol):
 
 
 # What a slot of a noted row says beyond its body: (storage, storage_bytes, alignment, producers, content,
-# flags) as in `RawSlot`, with these flags.
-SlotFacts = tuple[int, int, int, tuple[tuple[int, int], ...], Content | None, int]
+# flags) as in `RawSlot`, with these flags, and a number for its geometry, which no two share.
+SlotFacts = tuple[int, int, int, tuple[tuple[int, int], ...], Content | None, int, int]
 SLOT_LEAF = 1
 SLOT_IS_NEW = 2  # a leaf that the record which reads it next introduces
 
@@ -290,7 +290,7 @@ SLOT_IS_NEW = 2  # a leaf that the record which reads it next introduces
 # counts but its site key, seq, opened, thread and source, and its slots but for what the facts say of each;
 # facts are None where nothing is known of values. A body holds no content and is never changed. What a module
 # returned first may have a producer: then it is the record's.
-NotedRow = tuple[RawRecord, int, NotedSite, int, int, tuple[str, int] | None, tuple[SlotFacts, ...] | None]
+NotedRow = tuple[RawRecord, int, NotedSite, int, int, tuple[str, int] | None, list[SlotFacts] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

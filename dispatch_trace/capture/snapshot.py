@@ -30,6 +30,7 @@ _is_cow: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 # are asked for (docs/neuron.md): a clone would be one more program to compile under XLA.
 _ADDRESSED = frozenset({"cpu", "cuda"})
 _PURGE_EVERY = 1024
+_MANY_GEOMETRIES = 1 << 16
 # Above this, exact coverage of a buffer from `empty` is not tracked element by element.
 _MASK_ELEMENTS = 1 << 20
 
@@ -186,6 +187,7 @@ class Storages:
     Attributes:
       written_parameters: numbers of storages of recorded parameters that ops have written since.
       by_address: what is known of the storages that live, by the address of their C++ object.
+      geometries: numbers of geometries, for keys that are quick to compare; see `number_geometry`.
     """
 
     def __init__(self, writer: TraceWriter, *, caches: bool = True) -> None:
@@ -196,8 +198,10 @@ class Storages:
         self.by_address: dict[int, StorageEntry] = {}
         self._by_object: dict[int, ObjectEntry] = {}
         self._parameters: dict[tuple[str, str, str], tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.geometries: dict[Geometry, int] = {}
+        self._next_geometry = itertools.count().__next__
         self._next_number = itertools.count().__next__
-        self._until_purge = _PURGE_EVERY
+        self._purge_at = _PURGE_EVERY
 
     def set_save(self, save: Save) -> None:
         """What the snapshots that follow are for."""
@@ -218,13 +222,21 @@ class Storages:
         entry.versions = not tensor.is_inference()
         return entry, True
 
+    def number_geometry(self, g: Geometry) -> int:
+        """The number of a geometry. One that was forgotten gets another: no two ever share one."""
+        number = self.geometries.get(g)
+        if number is None:
+            if len(self.geometries) >= _MANY_GEOMETRIES:
+                self.geometries.clear()
+            number = self.geometries[g] = self._next_geometry()
+        return number
+
     def add(self, storage: Any, nbytes: int, alignment: int, origin: str) -> StorageEntry:
         """The entry of a storage that is seen for the first time."""
-        self._until_purge -= 1
-        if self._until_purge < 0:
-            self.purge()
         entry = StorageEntry(self._next_number(), storage._weak_ref(), nbytes, alignment, origin)
         self.by_address[storage._cdata] = entry
+        if len(self.by_address) > self._purge_at:
+            self.purge()
         return entry
 
     def _object_entry(self, tensor: torch.Tensor, origin: str) -> tuple[StorageEntry, bool]:
@@ -250,7 +262,7 @@ class Storages:
             _free_weak(self.by_address.pop(address).weak)
         for key in [k for k, e in self._by_object.items() if e.ref() is None]:
             del self._by_object[key]
-        self._until_purge = max(_PURGE_EVERY, len(self.by_address))
+        self._purge_at = 2 * len(self.by_address) + _PURGE_EVERY
 
     def close(self) -> None:
         for entry in self.by_address.values():
@@ -467,6 +479,7 @@ class Storages:
             producers,
             entry.history.contents.get(g),
             flags,
+            self.number_geometry(g),
         )
 
     def _end_parameters(self, entry: StorageEntry) -> None:

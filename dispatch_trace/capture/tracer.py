@@ -180,7 +180,7 @@ class Tracer:
         self._num_noted = 0
         self.num_calls = 0
         self.num_parameters = 0
-        self._upcoming = 0
+        self.upcoming = 0  # after the last number that `next_seq` gave
         self.faults: list[Exception] = []
         self.let_through: BaseException | None = None
         self.new_mode: Callable[[], Any] = _no_mode
@@ -223,13 +223,13 @@ class Tracer:
     # -- the road to the writer ----------------------------------------------------------------------
 
     def next_seq(self) -> int:
-        self._upcoming = (seq := next(self.numbers)) + 1
+        self.upcoming = (seq := next(self.numbers)) + 1
         return seq
 
     @property
     def upcoming_seq(self) -> int:
         """The number that the next record has at least."""
-        upcoming = self._upcoming
+        upcoming = self.upcoming
         for source in self.writer.sources[:]:
             upcoming = max(upcoming, source.last + 1)
         return upcoming
@@ -295,7 +295,7 @@ class Tracer:
         with self._lock:
             self._num_noted += source.num_taken
             source.num_taken = 0
-            self._upcoming = max(self._upcoming, source.last + 1)
+            self.upcoming = max(self.upcoming, source.last + 1)
 
     def flush_rows(self) -> None:
         """Hands over what every mode has noted: before what follows is put, and before the recorder waits."""

@@ -28,37 +28,25 @@ _lazy_clone = torch._lazy_clone
 _Tensor = torch.Tensor
 
 _CREDIT_BYTES = 1 << 18  # of snapshots, announced to the writer together
-_NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0)
+_NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0, -1)
 _Seen = tuple[StorageEntry, Geometry, SlotFacts]
-
-
-class _Form:
-    """How ops of one description are noted.
-
-    Attributes:
-      body: what their rows share.
-      num_bytes: of the storage of each tensor returned, which it fills alone; of aliases nothing is said.
-    """
-
-    __slots__ = ("body", "num_bytes")
-
-    def __init__(self, body: RawRecord, num_bytes: tuple[int, ...]) -> None:
-        self.body = body
-        self.num_bytes = num_bytes
+# (tensor, storage, its entry if it has one, geometry and its number, bytes of a new storage)
+_Made = tuple[torch.Tensor, Any, StorageEntry | None, Geometry, int, int]
+_New = tuple[StorageEntry, Geometry, int]  # the last is the slot
 
 
 class Leaves:
     """Leaves of what a module call took or returned, as a row says them.
 
     Attributes:
-      key: (name, geometry or what stands for a plain value) of each.
+      key: (name, number of the geometry or what stands for a plain value) of each.
       facts: of each.
-      values: the plain ones, None in the place of tensors.
+      values: the plain ones; of tensors the geometry.
     """
 
     __slots__ = ("facts", "key", "values")
 
-    def __init__(self, key: tuple[Any, ...], facts: tuple[SlotFacts, ...], values: list[Any]) -> None:
+    def __init__(self, key: tuple[Any, ...], facts: list[SlotFacts], values: list[Any]) -> None:
         self.key = key
         self.facts = facts
         self.values = values
@@ -66,16 +54,24 @@ class Leaves:
     def slots(self, role: str, *, whole: bool) -> list[RawSlot]:
         """As slots: with all that is known of them, or only what stands in the key."""
         found = []
-        for (name, g), facts, value in zip(self.key, self.facts, self.values, strict=True):
+        for (name, _), facts, value in zip(self.key, self.facts, self.values, strict=True):
             if facts is _NO_TENSOR:
                 found.append(RawSlot(name, role, value=encode(value), is_tensor=False))
                 continue
-            dtype, offset, shape, strides, _ = g
+            dtype, offset, shape, strides, _ = value
             slot = RawSlot(
                 name, role, dtype=dtype_name(dtype), offset=offset, shape=tuple(shape), strides=strides
             )
             if whole:
-                slot.storage, slot.storage_bytes, slot.alignment, slot.producers, slot.content, flags = facts
+                (
+                    slot.storage,
+                    slot.storage_bytes,
+                    slot.alignment,
+                    slot.producers,
+                    slot.content,
+                    flags,
+                    _,
+                ) = facts
                 slot.leaf = bool(flags & SLOT_LEAF) and role == "in"
             found.append(slot)
         return found
@@ -93,7 +89,6 @@ class ValueRecorder(RowRecorder):
         self._keep = tracer.options.save == "tensors"
         self._find_source = tracer.find_source
         self._credit = 0
-        self._key: tuple[Any, ...] = ()  # of the op that `_note` saw last, () where it has none
 
     def stop(self) -> None:
         super().stop()
@@ -119,84 +114,95 @@ class ValueRecorder(RowRecorder):
         out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         if frame is not None:
             try:
-                if not self._note(frame, info, args, kwargs, out):
-                    self._record(frame, info, args, kwargs or {}, out)
+                key = self._note(frame, info, args, kwargs, out)
+                if key is not None:
+                    self._record(key, frame, info, args, kwargs or {}, out)
             except Exception as error:
                 tracer.fault(error)
         return out
 
     def _note(
         self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any
-    ) -> bool:
-        """Notes an op that has run and written nothing; False where it has to be recorded.
+    ) -> tuple[Any, ...] | None:
+        """Notes an op that has run and written nothing.
 
         All of it is paid for by each op: hence the few calls.
+
+        Returns: where it has to be recorded instead, the key to find the body by from then on, () for none.
         """
-        self._key = ()
         if _num_dispatch_modes() or _num_function_modes() or (info.random and info.draws(args, kwargs or {})):
-            return False
+            return ()
         key: list[Any] = [info]
-        seen: list[_Seen] = []
         add = key.append
+        facts: list[SlotFacts] = []
+        new: list[_New] = []  # leaves that this op introduces
+        made: list[Any] = []  # `_Made`, or None for what is no tensor
+        by_address, geometries = self._by_address, self._storages.geometries
         try:
             for value in args:
                 if type(value) in PLAIN_TENSORS:
-                    found = self._look(value)
-                    if found is None:
-                        return False
-                    seen.append(found)
-                    add(found[1])
+                    # As `_read`, without the call.
+                    entry = by_address.get(value.untyped_storage()._cdata)
+                    if entry is None:
+                        return ()
+                    g = (value.dtype, value.storage_offset(), value.shape, value.stride(), 0)
+                    fact = entry.facts.get(g)
+                    if fact is None or (entry.versions and value._version > entry.version) or value.is_neg():
+                        return ()
+                    if fact[5] >= SLOT_IS_NEW:
+                        new.append((entry, g, len(facts)))
+                    facts.append(fact)
+                    add(fact[6])
                 elif value is None:
                     add(None)
                 else:
-                    add(self._exact(value, seen))
+                    add(self._read(value, facts, new))
             if kwargs:
                 add(KEYWORDS)
                 for name, value in kwargs.items():
                     add(name)
-                    add(self._exact(value, seen))
+                    add(self._read(value, facts, new))
             if type(out) is _Tensor:
                 outs: Any = (out,)
             else:
                 outs = () if out is None else out if type(out) in (tuple, list) else (out,)
-            made: list[Any] = []  # (tensor, storage, entry or None, geometry), or None for what is no tensor
             for value in outs:
                 if type(value) is not _Tensor:
                     add(exact(value))
                     made.append(None)
                     continue
                 storage = value.untyped_storage()
-                entry = self._by_address.get(storage._cdata)
+                entry = by_address.get(storage._cdata)
                 g = (value.dtype, value.storage_offset(), value.shape, value.stride(), 0)
                 if not value.is_cpu or (
                     entry is not None and entry.told is not None and not _may_alias(entry, g)
                 ):
-                    return False
-                add(g)
-                add(entry is None)
-                made.append((value, storage, entry, g))
+                    return ()
+                number = geometries.get(g)
+                if number is None:
+                    number = self._storages.number_geometry(g)
+                num_bytes = -1 if entry is not None else storage.nbytes()
+                add(number)
+                add(num_bytes)
+                made.append((value, storage, entry, g, number, num_bytes))
         except (NoKey, RuntimeError, NotImplementedError):  # tensors without a storage, strides or one shape
-            return False
+            return ()
         if len(made) > 1 and _share_storage(made):
-            return False
-        self._key = whole = tuple(key)
-        form = self._bodies.get(whole)
-        if form is None or not frame.shares_bodies:
-            return False
-        for each, num_bytes in zip(made, form.num_bytes, strict=True):
-            if each is not None and each[2] is None and each[1].nbytes() != num_bytes:
-                return False
+            return ()
+        whole = tuple(key)
+        row_body = self._bodies.get(whole)
+        if row_body is None or not frame.shares_bodies:
+            return whole
 
         self.last = seq = self._next()
-        facts: list[SlotFacts] = []
-        for entry, g, fact in seen:
-            facts.append(fact if fact[5] < SLOT_IS_NEW else _introduce(entry, g, seq, len(facts)))
+        for entry, g, index in new:
+            facts[index] = _introduce(entry, g, seq, index)
         for each in made:
             facts.append(_NO_TENSOR if each is None else self._define(each, seq, len(facts)))
         counts, base = frame.counts, info.base
         counts[base] = n = counts.get(base, -1) + 1
-        self._append((form.body, seq, frame, n, self._number, self._find_source(2), tuple(facts)))
-        return True
+        self._append((row_body, seq, frame, n, self._number, self._find_source(3), facts))
+        return None
 
     def _look(self, value: torch.Tensor) -> _Seen | None:
         """What is known of a tensor that is read, None where it has to be looked at."""
@@ -209,8 +215,8 @@ class ValueRecorder(RowRecorder):
             return None
         return entry, g, fact
 
-    def _exact(self, value: Any, seen: list[_Seen]) -> Any:
-        """What stands for an argument in a key; the tensors in it are added to those seen.
+    def _read(self, value: Any, facts: list[SlotFacts], new: list[_New]) -> Any:
+        """What stands for an argument in a key; the facts of the tensors in it are added to those of the op.
 
         Raises:
           NoKey: it has to be recorded.
@@ -220,24 +226,24 @@ class ValueRecorder(RowRecorder):
             found = self._look(value)
             if found is None:
                 raise NoKey
-            seen.append(found)
-            return found[1]
+            entry, g, fact = found
+            if fact[5] >= SLOT_IS_NEW:
+                new.append((entry, g, len(facts)))
+            facts.append(fact)
+            return fact[6]
         if kind is int or kind is float:
             if self._items and value in self._items:
                 raise NoKey
             return value if kind is int else value.hex()
         if (kind is list or kind is tuple) and value and type(value[0]) is not int:
-            return tuple([self._exact(v, seen) for v in value])
+            return tuple([self._read(v, facts, new) for v in value])
         return exact(value)
 
-    def _define(
-        self, made: tuple[torch.Tensor, Any, StorageEntry | None, Geometry], seq: int, index: int
-    ) -> SlotFacts:
+    def _define(self, made: _Made, seq: int, index: int) -> SlotFacts:
         """What a tensor that was returned says; later readers will say that it came from here."""
-        value, storage, entry, g = made
+        value, storage, entry, g, geometry, num_bytes = made
         content = None
         if entry is None:
-            num_bytes = storage.nbytes()
             if num_bytes > self._credit:
                 self._announce(num_bytes)
             self._credit -= num_bytes
@@ -266,8 +272,8 @@ class ValueRecorder(RowRecorder):
                 if entry.origin == "leaf" and g in told.leaves:
                     flags = SLOT_LEAF
         number = entry.number
-        entry.facts[g] = (number, num_bytes, alignment, ((seq, index),), known, flags)
-        return number, num_bytes, alignment, (), content, 0
+        entry.facts[g] = (number, num_bytes, alignment, ((seq, index),), known, flags, geometry)
+        return number, num_bytes, alignment, (), content, 0, geometry
 
     def _announce(self, num_bytes: int) -> None:
         """Waits until a snapshot of this size, and a few after it, may be taken."""
@@ -278,16 +284,22 @@ class ValueRecorder(RowRecorder):
         self._credit = num_bytes + _CREDIT_BYTES
 
     def _record(
-        self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self,
+        key: tuple[Any, ...],
+        frame: Frame,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
     ) -> None:
-        """Records an op that has run and written nothing, and remembers how others like it are noted."""
-        tracer, state, key = self._tracer, self._state, self._key
+        """Records an op that has run and written nothing, and remembers what others like it share."""
+        tracer, state = self._tracer, self._state
         record = before_op(tracer, state, frame, info, args, kwargs)
         after_op(tracer, state, info, record, args, kwargs, out)
         if key and frame.shares_bodies:
-            form = _form_of(record)
-            if form is not None:
-                self.keep_body(key, form)
+            body = _body_of(record)
+            if body is not None:
+                self.keep_body(key, body)
 
     # -- module calls --------------------------------------------------------------------------------
 
@@ -314,9 +326,9 @@ class ValueRecorder(RowRecorder):
                 self.keep_body(key, body)
             returned = outputs.facts
             if any(fact[5] for fact in returned):
-                returned = tuple([(*fact[:5], 0) for fact in returned])
+                returned = [(*fact[:5], 0, fact[6]) for fact in returned]
             self.last = seq = self._next()
-            self._append((body, seq, frame, 0, self._number, None, inputs.facts + returned))
+            self._append((body, seq, frame, 0, self._number, None, [*inputs.facts, *returned]))
             if len(self.rows) > MANY_ROWS:
                 self._tracer.writer.put_rows_of(self)
         except Exception as error:
@@ -335,9 +347,10 @@ class ValueRecorder(RowRecorder):
                         seen = self._snapshot(value, seen)
                         if seen is None:
                             return None
-                    keys.append((name, seen[1]))
-                    facts.append(seen[2])
-                    values.append(None)
+                    _, g, fact = seen
+                    keys.append((name, fact[6]))
+                    facts.append(fact)
+                    values.append(g)
                 elif isinstance(value, torch.Tensor):
                     return None
                 else:
@@ -346,7 +359,7 @@ class ValueRecorder(RowRecorder):
                     values.append(value)
         except (NoKey, RuntimeError, NotImplementedError):
             return None
-        return Leaves(tuple(keys), tuple(facts), values)
+        return Leaves(tuple(keys), facts, values)
 
     def _snapshot(self, value: torch.Tensor, seen: _Seen | None) -> _Seen | None:
         """As `_look`, with a snapshot of the value; None where no row can say so."""
@@ -369,7 +382,7 @@ class ValueRecorder(RowRecorder):
         content = Content(copy, keep_data=self._keep, summarise=True, num_bytes=num_bytes)
         if entry.told is not None:
             entry.told.contents[g] = content
-        fact = entry.facts[g] = (*fact[:4], content, fact[5])
+        fact = entry.facts[g] = (*fact[:4], content, *fact[5:])
         return entry, g, fact
 
     def _slots(self, found: list[tuple[str, Any]], role: str) -> list[RawSlot]:
@@ -389,7 +402,7 @@ def _introduce(entry: StorageEntry, g: Geometry, seq: int, index: int) -> SlotFa
     if fact[5] & SLOT_IS_NEW:  # else the same op reads it twice
         entry.history.leaves.add(g)
         entry.history.definitions[g] = (seq, index, 0)
-        entry.facts[g] = (*fact[:3], (*fact[3], (seq, index)), fact[4], SLOT_LEAF)
+        entry.facts[g] = (*fact[:3], (*fact[3], (seq, index)), fact[4], SLOT_LEAF, fact[6])
     return fact
 
 
@@ -420,20 +433,16 @@ def _plain_key(value: Any) -> Any:
         raise
 
 
-def _form_of(record: RawRecord) -> _Form | None:
-    """How ops like a recorded one are noted; None where its slots say more than rows can."""
+def _body_of(record: RawRecord) -> RawRecord | None:
+    """What ops like a recorded one share; None where its slots say more than rows can."""
     slots: list[RawSlot] = []
-    num_bytes: list[int] = []
     for slot in record.slots:
-        ordinary = slot.layout == "strided" and slot.device == "cpu"
+        ordinary = slot.layout == "strided" and slot.device == "cpu" and not slot.dtype.startswith("complex")
         if slot.note or slot.uninitialised or (slot.is_tensor and (slot.strides is None or not ordinary)):
             return None
-        if slot.role == "out":
-            if slot.content is not None and (
-                slot.content.num_bytes != slot.storage_bytes or 0 in (slot.strides or ())
-            ):
-                return None  # part of a larger storage: copied
-            num_bytes.append(0 if slot.content is None else slot.storage_bytes)
+        content = slot.content if slot.role == "out" else None
+        if content is not None and (content.num_bytes != slot.storage_bytes or 0 in (slot.strides or ())):
+            return None  # part of a larger storage: copied
         slots.append(
             RawSlot(
                 slot.name,
@@ -448,7 +457,7 @@ def _form_of(record: RawRecord) -> _Form | None:
                 layout=slot.layout,
             )
         )
-    body = RawRecord(
+    return RawRecord(
         -1,
         record.kind,
         step=record.step,
@@ -460,4 +469,3 @@ def _form_of(record: RawRecord) -> _Form | None:
         random=record.random,
         note=record.note,
     )
-    return _Form(body, tuple(num_bytes))

@@ -152,7 +152,7 @@ def _put_facts(
     starts = np.cumsum(lengths) - lengths
     slot_at = _runs(starts[at], lengths[at])
     facts = list(chain.from_iterable(row[6] or () for row in rows))
-    storages, num_bytes, alignments, producers, contents, flags = zip(*facts, strict=True)
+    storages, num_bytes, alignments, producers, contents, flags, _ = zip(*facts, strict=True)
     slot_columns.put("storage", slot_at, storages)
     slot_columns.put("storage_bytes", slot_at, num_bytes)
     slot_columns.put("alignment", slot_at, alignments)
