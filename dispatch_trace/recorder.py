@@ -203,13 +203,15 @@ class record:
         # Two Python frames more for each module call: what ran without the recorder must run with it.
         self._recursion_limit = sys.getrecursionlimit()
         sys.setrecursionlimit(2 * self._recursion_limit)
+        if options.level == "op":
+            mode = self._mode_class()
+            tracer.new_mode, tracer.notes_rows = functools.partial(mode, tracer), mode is not OpRecorder
         try:
             self._modules.install()
             self._modules.watch(regions)
             if regions:
                 writer.amend_header(self._regions.header())
             if options.level == "op":
-                tracer.new_mode = functools.partial(self._mode_class(), tracer)
                 if self._finder is None:
                     self._mode = tracer.new_mode()
                     self._mode.start()

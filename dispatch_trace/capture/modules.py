@@ -30,7 +30,6 @@ from dispatch_trace.capture.frames import (
     resolve_path,
 )
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions
-from dispatch_trace.capture.rows import RowRecorder
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.nested import flatten, flatten_arguments
 
@@ -41,7 +40,12 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler: Any = torch.compiler
 _call_impl = torch.nn.Module._call_impl
 _num_function_modes = torch._C._len_torch_function_stack
-_has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+# Changed in place by those who register hooks for all modules.
+_hooks_before: Any = torch.nn.modules.module._global_forward_pre_hooks
+_hooks_after: Any = torch.nn.modules.module._global_forward_hooks
+_hooks_of_gradients: Any = torch.nn.modules.module._global_backward_hooks
+_hooks_before_gradients: Any = torch.nn.modules.module._global_backward_pre_hooks
+_is_tracing: Callable[[], Any] = torch._C._get_tracing_state
 
 
 class ModuleRecorder:
@@ -114,7 +118,8 @@ class ModuleRecorder:
         for module in list(tracer.table.modules()):
             self._wrap_forward(type(module))
             paths, body = tracer.table.get(module) or [], self._bodies.get(type(module))
-            usual = self._plain and len(paths) == 1 and id(module) not in tracer.table.compiled
+            usual = self._plain and tracer.notes_rows and len(paths) == 1
+            usual = usual and id(module) not in tracer.table.compiled
             if usual and body is not None and tracer.options.steps is None:
                 model, path = paths[0]
                 self._sites[id(module)] = _Site(model, path, *tracer.wanted(path, 0), *body)
@@ -153,6 +158,7 @@ class ModuleRecorder:
         tracer, sites, fail, original = self._tracer, self._sites, self._fail, self._original_call
         state, counters = tracer.state, tracer.counters
         wants_inputs = tracer.options.inputs
+        values = tracer.storages is not None
         written = tracer.storages.written_parameters if tracer.storages is not None else ()
         is_grad_enabled, new_frame = torch.is_grad_enabled, Frame
 
@@ -167,12 +173,11 @@ class ModuleRecorder:
             parent, mode = state.frame, state.mode
             if (
                 parent is None
-                or not isinstance(mode, RowRecorder)
+                or mode is None
                 or parent.model != site.model
                 or _current_node() is not None
                 or not tracer.active
-                or written
-                or _num_function_modes()
+                or (values and (written or _num_function_modes()))
                 or not _calls_forward_only(module, site.forward)
             ):
                 return call(module, *args, **kwargs)
@@ -185,7 +190,8 @@ class ModuleRecorder:
             frame = new_frame(
                 site.model, site.path, number, "fwd", step, module, parent, site.records_ops, returns
             )
-            frame.opened = mode.upcoming_seq()
+            last, upcoming = mode.last + 1, tracer.upcoming
+            frame.opened = last if last > upcoming else upcoming
             if returns and wants_inputs:
                 try:
                     frame.inputs = mode.inputs_of(args, kwargs)
@@ -490,18 +496,28 @@ def _calls_forward_only(module: torch.nn.Module, wrapper: Any) -> bool:
     The same question that `nn.Module._call_impl` asks first; answered here, the call costs two Python
     frames less, which is about what the recorder adds.
     """
-    cls = type(module)
+    # A module's attributes are looked up through Python; its dict is not.
+    cls, own = type(module), module.__dict__
+    try:
+        hooks = (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        )
+    except KeyError:  # no `super().__init__()`: calling it will say so
+        return False
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or module._compiled_call_impl is not None
+        hooks
+        or "forward" in own
+        or "_compiled_call_impl" in own
         or cls.forward is not wrapper
         or cls._call_impl is not _call_impl
-        or _has_any_global_hook()
-        or torch._C._get_tracing_state() is not None
+        or _hooks_before
+        or _hooks_after
+        or _hooks_of_gradients
+        or _hooks_before_gradients
+        or _is_tracing() is not None
     )
 
 

@@ -184,6 +184,7 @@ class Tracer:
         self.faults: list[Exception] = []
         self.let_through: BaseException | None = None
         self.new_mode: Callable[[], Any] = _no_mode
+        self.notes_rows = False  # whether that is a `RowRecorder`
         self.start_lasting_mode: Callable[[], bool] = _never  # for more than one call, where that is safe
         self.root_adopted: Callable[[str, torch.nn.Module], None] = _ignore
         self.finder: RootFinder | None = None  # set: every root that the program calls is adopted
