@@ -42,19 +42,6 @@ def freeze(value: Any) -> Any:
     return value if type(value) in PLAIN else encode(value)
 
 
-def _exact(value: Any) -> Any:
-    """`exact`, of values and of tensors by shape and dtype.
-
-    Raises:
-      NoKey: as `exact`.
-    """
-    if type(value) in PLAIN_TENSORS:
-        return _meta(value)
-    if type(value) in (list, tuple) and not (value and type(value[0]) is int):
-        return tuple([_exact(v) for v in value])
-    return exact(value)
-
-
 class MetaRecorder(RowRecorder):
     """The dispatch mode of a recording that keeps no values."""
 
@@ -89,17 +76,17 @@ class MetaRecorder(RowRecorder):
                     elif kind is int or value is None:
                         add(value)
                     else:
-                        add(_exact(value))
+                        add(exact(value, _meta))
                 if kwargs:
                     add(KEYWORDS)
                     for name, value in kwargs.items():
                         add(name)
-                        add(_exact(value))
+                        add(exact(value, _meta))
                 if type(out) is _Tensor:
                     add(out.shape)
                     add(out.dtype)
                 else:
-                    add(_exact(out))
+                    add(exact(out, _meta))
                 body = self._bodies.get(tuple(key))
                 if body is None or not frame.shares_bodies:
                     body = self._new_body(tuple(key), frame, info, args, kwargs, out)
@@ -181,7 +168,7 @@ def _key_of_leaves(note: str, *sides: Any) -> tuple[Any, ...] | None:
         return note, *[
             side
             if type(side) is tuple
-            else ("leaves", *[(name, v if type(v) is tuple else _exact(v)) for name, v in side])
+            else ("leaves", *[(name, v if type(v) is tuple else exact(v, _meta)) for name, v in side])
             for side in sides
         ]
     except NoKey:

@@ -16,7 +16,7 @@ import torch
 
 from dispatch_trace.capture.frames import Frame
 from dispatch_trace.capture.ops import OpRecorder
-from dispatch_trace.capture.tracer import Tracer
+from dispatch_trace.capture.tracer import PLAIN_TENSORS, Tracer
 from dispatch_trace.schema import NotedRow
 
 MANY_ROWS = 1 << 15
@@ -30,11 +30,13 @@ class NoKey(Exception):
     """A value that equality and hash do not tell from every other."""
 
 
-def exact(value: Any) -> Any:
-    """What stands for a plain value in a key: equal only for values that a record shows alike.
+def exact(value: Any, of_tensor: Callable[[torch.Tensor], Any] | None = None) -> Any:
+    """What stands for a value in a key: equal only for values that a record shows alike.
 
     Numbers need care: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
 
+    Args:
+      of_tensor: what stands for a plain tensor.
     Raises:
       NoKey: there is no such thing.
     """
@@ -48,7 +50,9 @@ def exact(value: Any) -> Any:
     if kind is list or kind is tuple:
         if value and type(value[0]) is int:
             return tuple(value)
-        return tuple([exact(v) for v in value])
+        return tuple([exact(v, of_tensor) for v in value])
+    if kind in PLAIN_TENSORS and of_tensor is not None:
+        return of_tensor(value)
     if kind in _CONSTANTS:
         return value
     raise NoKey
