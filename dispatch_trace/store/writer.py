@@ -390,10 +390,7 @@ class TraceWriter:
             if not self._batch:
                 self._batch.since = since
             part = rows[start : start + _ROWS_TOGETHER]
-            for row in part:
-                for facts in row[6] or ():
-                    if facts[4] is not None and facts[4].tensor is not None:
-                        self._take_content(facts[4])
+            self._take_contents([facts[4] for row in part for facts in row[6] or ()])
             self._batch.add_rows(part)
             self._after_taking()
 
@@ -454,14 +451,17 @@ class TraceWriter:
             self._write_batch()
 
     def _take_record(self, record: RawRecord) -> None:
-        for slot in record.slots:
-            if slot.content is not None and slot.content.tensor is not None:
-                self._take_content(slot.content)
+        self._take_contents([slot.content for slot in record.slots])
         self._batch.add_record(record)
 
-    def _take_content(self, content: Content) -> None:
-        if not self._taker.take(content, self._batch):
-            self._release(content.num_bytes)
+    def _take_contents(self, contents: list[Content | None]) -> None:
+        freed = 0
+        for content in contents:
+            if content is None or content.tensor is None:
+                continue
+            if not self._taker.take(content, self._batch):
+                freed += content.num_bytes
+        self._release(freed)
 
     def _answer(self, request: _Request) -> None:
         try:
