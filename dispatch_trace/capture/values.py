@@ -27,7 +27,7 @@ _num_function_modes = torch._C._len_torch_function_stack
 _lazy_clone = torch._lazy_clone
 _Tensor = torch.Tensor
 
-_CREDIT_BYTES = 1 << 18  # of snapshots, announced to the writer together
+_CREDIT_BYTES = 1 << 18  # of snapshots, announced to the writer together, at most
 _NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0, -1)
 _Seen = tuple[StorageEntry, Geometry, SlotFacts]
 # (tensor, storage, its entry if it has one, geometry and its number, bytes of a new storage)
@@ -89,6 +89,7 @@ class ValueRecorder(RowRecorder):
         self._keep = tracer.options.save == "tensors"
         self._find_source = tracer.find_source
         self._credit = 0
+        self._credit_bytes = min(_CREDIT_BYTES, tracer.writer.max_pending_bytes // 8)
 
     def stop(self) -> None:
         super().stop()
@@ -235,7 +236,7 @@ class ValueRecorder(RowRecorder):
             if self._items and value in self._items:
                 raise NoKey
             return value if kind is int else value.hex()
-        if (kind is list or kind is tuple) and value and type(value[0]) is not int:
+        if (kind is list or kind is tuple) and value and (self._items or type(value[0]) is not int):
             return tuple([self._read(v, facts, new) for v in value])
         return exact(value)
 
@@ -279,9 +280,8 @@ class ValueRecorder(RowRecorder):
         """Waits until a snapshot of this size, and a few after it, may be taken."""
         writer = self._tracer.writer
         writer.release(self._credit)
-        self._credit = 0
-        writer.reserve(num_bytes + _CREDIT_BYTES)
-        self._credit = num_bytes + _CREDIT_BYTES
+        self._credit = num_bytes + self._credit_bytes
+        writer.reserve(self._credit)
 
     def _record(
         self,

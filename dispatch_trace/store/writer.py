@@ -113,6 +113,7 @@ class TraceWriter:
       path: the trace directory.
       directory: this rank's directory in it.
       sources: of rows, looked at by the worker.
+      max_pending_bytes: bound on snapshots in memory.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class TraceWriter:
           CaptureError: the directory cannot be made or written.
         """
         self.path = place(path)
-        self._max_pending_bytes = max_pending_bytes
+        self.max_pending_bytes = max_pending_bytes
         self._batch_bytes = min(BATCH_BYTES, max(1, max_pending_bytes // 2))
         self._kick_bytes = min(_KICK_BYTES, max(1, max_pending_bytes // 4))
         self._on_fault = on_fault
@@ -297,7 +298,7 @@ class TraceWriter:
             self._queue or self._batch or self._busy or self._disk.busy or self._has_rows()
         ):
             return False  # what is pending has not even been put: waiting would be for ever
-        if self._pending_bytes and self._pending_bytes + num_bytes > self._max_pending_bytes:
+        if self._pending_bytes and self._pending_bytes + num_bytes > self.max_pending_bytes:
             return True
         return self._age_s() > BACKLOG_AGE_S
 
