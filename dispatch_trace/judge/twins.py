@@ -11,7 +11,9 @@ kernels are this machine's. That is for the estimates (`joined`).
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
@@ -219,10 +221,13 @@ class _Search:
         self._pairing = pairing
         self._ref = ref
         self.found: dict[Value, str] = {}
-        self._by_size: defaultdict[int, list[Fingerprint]] = defaultdict(list)
+        # By number of elements, in the order of their squares' sums.
+        self._by_size: defaultdict[int, list[tuple[float, Fingerprint]]] = defaultdict(list)
         for _, value in ref.computed():
             if value.is_telling:
-                self._by_size[value.numel].append(value)
+                self._by_size[value.numel].append((value.square_sum, value))
+        for values in self._by_size.values():
+            values.sort(key=_square_sum)
 
     def look(self, place: Value, value: torch.Tensor | None, mine: Fingerprint) -> None:
         if place[0] in self._pairing.ops:
@@ -234,7 +239,7 @@ class _Search:
                 return
         if not mine.is_telling:
             return
-        alike = [theirs for theirs in self._by_size.get(mine.numel, ()) if similar(theirs, mine, LIMIT)]
+        alike = self._alike(mine)
         for theirs in alike:
             if distance(theirs, mine) <= LIMIT:
                 self.found[place] = "equals another value of the reference"
@@ -245,6 +250,22 @@ class _Search:
             if any(distance(theirs, turned) <= LIMIT for theirs in alike):
                 self.found[place] = f"equals a value of the reference, {how}"
                 return
+
+    def _alike(self, mine: Fingerprint) -> list[Fingerprint]:
+        """Values that may hold the same elements in some order."""
+        values, square = self._by_size.get(mine.numel, []), mine.square_sum
+        first = bisect_left(values, square * (1.0 - 4.0 * LIMIT), key=_square_sum)
+        found = []
+        for total, theirs in itertools.islice(values, first, None):
+            if total > square * (1.0 + 4.0 * LIMIT):
+                break
+            if similar(theirs, mine, LIMIT):
+                found.append(theirs)
+        return found
+
+
+def _square_sum(entry: tuple[float, Fingerprint]) -> float:
+    return entry[0]
 
 
 __all__ = ["CLOUD", "LIMIT", "TwinPass", "Twins", "run_twins"]
