@@ -34,6 +34,8 @@ def _order(pairing: Pairing, finding: Finding) -> Order | None:
         if (f"{module}.{name}" if module else name) != finding.evidence["path"]:
             continue
         for link in pairing.links.get((versions[-1].seq, 0), ()):
+            if min(link.ref_content, link.target_content) < 0:
+                continue
             ref = pairing.comparer.whole(True, link.ref_content)
             target = pairing.comparer.whole(False, link.target_content)
             if ref is not None and target is not None:
