@@ -134,23 +134,23 @@ def of_step(number: Any, position: int) -> Any:
 
 def greatest(*numbers: float) -> float:
     """The largest of some numbers, step by step."""
-    return _extreme(numbers, max, np.maximum)
+    return _extreme(numbers, np.maximum) if PerStep in map(type, numbers) else max(numbers)
 
 
 def smallest(*numbers: float) -> float:
     """The smallest of some numbers, step by step."""
-    return _extreme(numbers, min, np.minimum)
+    return _extreme(numbers, np.minimum) if PerStep in map(type, numbers) else min(numbers)
 
 
-def _extreme(numbers: tuple[Any, ...], plain: Any, array: Any) -> float:
-    steps = [n for n in numbers if isinstance(n, PerStep)]
-    if not steps:
-        least: float = plain(numbers)
-        return least
+def _extreme(numbers: tuple[Any, ...], extreme: Any) -> float:
     found = _values(numbers[0])
     for number in numbers[1:]:
-        found = array(found, _values(number))
-    return each(found, steps[0].together)
+        found = extreme(found, _values(number))
+    return each(found, _together(numbers))
+
+
+def _together(numbers: tuple[Any, ...]) -> Together:
+    return next(n.together for n in numbers if isinstance(n, PerStep))
 
 
 def root(number: Any) -> float:
@@ -165,22 +165,21 @@ def hypot(*numbers: Any) -> float:
 
     Not `math.hypot`: it rounds otherwise than NumPy's, and both kinds of numbers have to come out alike.
     """
-    if all(type(n) is float for n in numbers):
+    if PerStep not in map(type, numbers):
         top: float = max(map(abs, numbers))
-        if top == 0.0 or not math.isfinite(top):
+        if not 0.0 < top < math.inf:
             return top
         total = 0.0
         for number in numbers:
-            total += (number / top) * (number / top)
+            part = number / top
+            total += part * part
         return top * math.sqrt(total)
-    steps = [n for n in numbers if isinstance(n, PerStep)]
-    if not steps:
-        return hypot(*map(float, numbers))
     values = [np.abs(_values(n)) for n in numbers]
     largest = values[0]
     for value in values[1:]:
         largest = np.maximum(largest, value)
-    largest = np.broadcast_to(largest, steps[0].values.shape)
+    together = _together(numbers)
+    largest = np.broadcast_to(largest, together.astray.shape)
     odd = (largest == 0.0) | ~np.isfinite(largest)
     scale = np.where(odd, 1.0, largest)
     sums = np.zeros(scale.shape)
@@ -188,7 +187,7 @@ def hypot(*numbers: Any) -> float:
         for value in values:
             sums += (value / scale) * (value / scale)
         found = np.where(odd, largest, scale * np.sqrt(sums))
-    return each(found, steps[0].together)
+    return each(found, together)
 
 
 def per_step_of(*numbers: Any) -> Together | None:

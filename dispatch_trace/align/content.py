@@ -447,15 +447,7 @@ class Comparer:
             for content, reader in ((a, self.ref), (b, self.target))
         )
         why, nonfinite, rho = (column[0].item() for column in summary_differences(ref, target))
-        if why:
-            return unknown(WHY_UNKNOWN[why])
-        return Difference(
-            equal=rho == 0.0,
-            rho=rho,
-            nonfinite=nonfinite,
-            method="sketch",
-            transform="" if nonfinite or a.shape == b.shape else "reshaped",
-        )
+        return sketch_difference(why, nonfinite, rho, a.shape == b.shape)
 
     def _compare_steps(self, ref_id: int, target_id: int, steps: Together) -> Difference:
         """As `_compare` of contents that have sketches only, for all steps that are taken together."""
@@ -483,6 +475,19 @@ class Comparer:
             transform="" if a.shape == b.shape else "reshaped",
             floor=each(np.where(equal, 0.0, SKETCH_FLOOR), steps),
         )
+
+
+def sketch_difference(why: int, nonfinite: int, rho: float, same_shape: bool) -> Difference:
+    """What `summary_differences` says of one pair."""
+    if why:
+        return unknown(WHY_UNKNOWN[why])
+    return Difference(
+        equal=rho == 0.0,
+        rho=rho,
+        nonfinite=nonfinite,
+        method="sketch",
+        transform="" if nonfinite or same_shape else "reshaped",
+    )
 
 
 def arrays_difference(ref: Array, target: Array) -> Difference:

@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, overload
 
+import numpy as np
+import numpy.typing as npt
+
 from dispatch_trace.align.pairs import Pair
 from dispatch_trace.per_step import of_step
 
 if TYPE_CHECKING:
     from dispatch_trace.align.repeated import FoldedReader
+
+_AT_ONCE = 1024  # rows that are made in one go
 
 
 class FoldedPairs(Sequence[Pair]):
@@ -21,13 +26,13 @@ class FoldedPairs(Sequence[Pair]):
         ref: FoldedReader,
         target: FoldedReader,
         pairs: Sequence[Pair],
-        where: Sequence[tuple[int, int]],
+        where: npt.NDArray[np.int32],
     ) -> None:
         """
         Args:
           ref, target: the views that the rows are of.
           pairs: rows of the first steps.
-          where: of each row which of these it is, and in which step.
+          where: [num rows, 2], of each row which of these it is, and in which step.
         """
         self._ref = ref
         self._target = target
@@ -43,11 +48,12 @@ class FoldedPairs(Sequence[Pair]):
     def __getitem__(self, at: slice) -> list[Pair]: ...
     def __getitem__(self, at: int | slice) -> Pair | list[Pair]:
         if isinstance(at, slice):
-            return [self._row(*place) for place in self._where[at]]
-        return self._row(*self._where[at])
+            return [self._row(*place) for place in self._where[at].tolist()]
+        return self._row(*self._where[at].tolist())
 
     def __iter__(self) -> Iterator[Pair]:
-        return (self._row(*place) for place in self._where)
+        for start in range(0, len(self), _AT_ONCE):
+            yield from self[start : start + _AT_ONCE]
 
     def _row(self, number: int, position: int) -> Pair:
         pair = self._pairs[number]
@@ -62,16 +68,17 @@ class FoldedPairs(Sequence[Pair]):
 
     def kept(self, test: Callable[[Pair], bool]) -> FoldedPairs:
         """As `kept`."""
-        passed = [test(pair) for pair in self._pairs]
-        return FoldedPairs(self._ref, self._target, self._pairs, [p for p in self._where if passed[p[0]]])
+        passed = np.array([test(pair) for pair in self._pairs], dtype=bool)
+        return FoldedPairs(self._ref, self._target, self._pairs, self._where[passed[self._where[:, 0]]])
 
     def row_with(self, seq: int, *, of_ref: bool) -> int | None:
         """As `row_with`."""
         reader = self._ref if of_ref else self._target
-        for row, (number, position) in enumerate(self._where):
-            record = self._pairs[number].ref if of_ref else self._pairs[number].target
-            if record is not None and reader.seq_in_step(record, position) == seq:
-                return row
+        for number, pair in enumerate(self._pairs):
+            record = pair.ref if of_ref else pair.target
+            positions = np.empty(0) if record is None else np.flatnonzero(reader.seqs(record) == seq)
+            if positions.size:
+                return int(np.flatnonzero((self._where == (number, positions[0])).all(1))[0])
         return None
 
     def shares(self) -> list[float]:

@@ -13,8 +13,6 @@ steps whose records are mixed with those of others, and what only one trace has.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -189,7 +187,7 @@ class _Group:
 
     steps: tuple[int, ...]
     together: Together
-    offsets: tuple[list[int], list[int]]  # of the records' numbers in each, from those of the first
+    offsets: tuple[Numbers, Numbers]  # of the records' numbers in each step, from those of the first
 
 
 class FoldedReader(ReaderView):
@@ -281,7 +279,12 @@ class FoldedReader(ReaderView):
         group = self._group(record)
         if group is None:
             return record.seq
-        return record.seq + group.offsets[self._number][position]
+        return record.seq + int(group.offsets[self._number][position])
+
+    def seqs(self, record: StoredRecord) -> Numbers:
+        """[num steps], the numbers of all records that one stands for."""
+        group = self._group(record)
+        return np.array([record.seq]) if group is None else record.seq + group.offsets[self._number]
 
     def lose(self, record: StoredRecord) -> None:
         group = self._group(record)
@@ -325,7 +328,7 @@ class Folded:
         self._groups = []
         for steps in groups:
             firsts = [[side.first_seq(step) for step in steps] for side in sides]
-            ref, target = ([seq - seqs[0] for seq in seqs] for seqs in firsts)
+            ref, target = (np.array(seqs) - seqs[0] for seqs in firsts)
             self._groups.append(_Group(tuple(steps), Together(len(steps)), (ref, target)))
         self._by_step = {group.steps[0]: group for group in self._groups}
         self.ref, self.target = (FoldedReader(sides[n], n, self._groups) for n in (0, 1))
@@ -352,18 +355,22 @@ class Folded:
           pairs: those of the views.
         """
         places = self._places_behind(pairs)
-        where: list[tuple[int, int, int, int]] = []  # (seq of the target, order behind it, row, step)
+        # Of each row: the record of the target, what stands behind it in which order, its number, its step.
+        parts: list[list[Numbers]] = [[], [], [], []]
         for number, pair in enumerate(pairs):
             record = pair.target or pair.ref
             assert record is not None
-            for position in range(self._num_steps(record)):
-                if pair.target is not None:
-                    key = self.target.seq_in_step(pair.target, position), 0
-                else:
-                    key = places[number][position], self.ref.seq_in_step(record, position) + 1
-                where.append((*key, number, position))
-        where.sort()
-        rows = [(number, position) for _, _, number, position in where]
+            num = self._num_steps(record)
+            if pair.target is not None:
+                place, behind = self.target.seqs(pair.target), np.zeros(num, dtype=np.int64)
+            else:
+                place, behind = np.array(places[number]), self.ref.seqs(record) + 1
+            row = place, behind, np.full(num, number), np.arange(num)
+            for part, column in zip(parts, row, strict=True):
+                part.append(column)
+        columns = [np.concatenate(part) if part else np.empty(0, dtype=np.int64) for part in parts]
+        order = np.lexsort(columns[::-1])
+        rows = np.stack(columns[2:], axis=1)[order].astype(np.int32)
         return FoldedPairs(self.ref, self.target, pairs, rows)
 
     def _places_behind(self, pairs: Sequence[Pair]) -> dict[int, list[int]]:
@@ -372,24 +379,19 @@ class Folded:
         lone = [(number, pair.ref) for number, pair in enumerate(pairs) if pair.target is None and pair.ref]
         if not lone:
             return {}
-        events: list[tuple[int, int]] = []  # (seq of the reference, seq of the target)
-        for ref, target in ((pair.ref, pair.target) for pair in pairs):
-            if ref is not None and target is not None:
-                events += [
-                    (self.ref.seq_in_step(ref, position), self.target.seq_in_step(target, position))
-                    for position in range(self._num_steps(ref))
-                ]
-        events.sort()
-        seqs = [seq for seq, _ in events]
-        last = list(itertools.accumulate((target for _, target in events), max))
-        found = {}
-        for number, ref in lone:
-            befores = (
-                bisect.bisect_left(seqs, self.ref.seq_in_step(ref, position))
-                for position in range(self._num_steps(ref))
-            )
-            found[number] = [last[before - 1] if before else -1 for before in befores]
-        return found
+        events = [  # (numbers in the reference, numbers in the target) of paired records
+            (self.ref.seqs(pair.ref), self.target.seqs(pair.target))
+            for pair in pairs
+            if pair.ref is not None and pair.target is not None
+        ]
+        if not events:
+            return {number: [-1] * self._num_steps(ref) for number, ref in lone}
+        ours, theirs = (np.concatenate(side) for side in zip(*events, strict=True))
+        order = np.argsort(ours)
+        last = np.concatenate(([-1], np.maximum.accumulate(theirs[order])))
+        return {
+            number: last[np.searchsorted(ours[order], self.ref.seqs(ref))].tolist() for number, ref in lone
+        }
 
     def _num_steps(self, record: StoredRecord) -> int:
         group = None if record.kind == "param" else self._by_step.get(record.step)

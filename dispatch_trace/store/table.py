@@ -186,6 +186,15 @@ class ContentTable:
         return int(self._reader.sketch_table(self._frames[frame][1]).shape[1])
 
 
+def same_hash(
+    first: ContentTable, first_places: Numbers, second: ContentTable, second_places: Numbers
+) -> npt.NDArray[np.bool_]:
+    """[num places], whether contents in some rows of two tables have hashes, and the same."""
+    same = (first.digest[first_places] == second.digest[second_places]).all(1)
+    found: npt.NDArray[np.bool_] = same & first.hashed[first_places] & second.hashed[second_places]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class StepContents:
     """One content of each of some steps, alike in all but its values.
@@ -202,10 +211,7 @@ class StepContents:
 
     def has_hash_of(self, other: StepContents) -> npt.NDArray[np.bool_]:
         """[num steps], whether both have the same hash there."""
-        ours, theirs = self.table, other.table
-        same = (ours.digest[self.places] == theirs.digest[other.places]).all(1)
-        found: npt.NDArray[np.bool_] = same & ours.hashed[self.places] & theirs.hashed[other.places]
-        return found
+        return same_hash(self.table, self.places, other.table, other.places)
 
     def stats(self, steps: Together) -> dict[str, float | None]:
         """The statistics, by name; a plain number where all steps have the same."""
@@ -233,4 +239,4 @@ def _starts(counts: Numbers) -> Numbers:
     return np.concatenate(([0], np.cumsum(counts)))
 
 
-__all__ = ["ContentTable", "Names", "RecordTable", "StepContents"]
+__all__ = ["ContentTable", "Names", "RecordTable", "StepContents", "same_hash"]
