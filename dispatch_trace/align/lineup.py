@@ -17,6 +17,7 @@ from dispatch_trace.align.named import named_alike
 from dispatch_trace.align.ops import BodyAligner, Element
 from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.align.rebuilt import rebuilt
+from dispatch_trace.align.recompute import redrawn
 from dispatch_trace.align.rows import RowMap
 from dispatch_trace.align.siblings import by_siblings, find_reordered
 from dispatch_trace.align.states import placed_states
@@ -177,6 +178,11 @@ def _pair_ops(pairing: Pairing, *, ignore_sizes: bool, progress: Progress | None
                 pairing.ops[pair.target] = pairing.ops_by_ref[pair.ref] = pair
         if progress is not None and done % 64 == 0:
             progress(done, len(order), "aligning ops")
+    again = [redrawn(p.records.values(), p.reader.content) for p in (pairing.ref, pairing.target)]
+    pairs = (pairing.ops.get(seq) for seq in again[1])
+    pairing.redrawn = frozenset(
+        pair.target for pair in pairs if pair is not None and pair.ref not in again[0]
+    )
 
 
 def _bodies(

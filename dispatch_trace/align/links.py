@@ -34,6 +34,7 @@ def relinked(pairing: Pairing, ref: Program, target: Program, comparer: Comparer
         target=target,
         comparer=comparer,
         modules=[],
+        recorded=pairing,
         links=defaultdict(list),
         ref_links=defaultdict(list),
         # Inputs that were varied on purpose count in any precision; what else was measured is rounding.

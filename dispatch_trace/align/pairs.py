@@ -102,6 +102,8 @@ class Pairing:
       weights: parameters that pair by content, where names say nothing.
       reordered: lists of modules that the target holds in another order.
       notices: what people should know of it.
+      redrawn: recomputed ops of the target that alone draw other random numbers than its forward pass did.
+      recorded: of runs in float64: the pairing of the recorded ones.
       whole: values, of either side, whose layouts are compared: that takes all elements.
     """
 
@@ -124,6 +126,8 @@ class Pairing:
     weights: list[WeightPair] = field(default_factory=list)
     reordered: list[Reordered] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    redrawn: frozenset[int] = frozenset()
+    recorded: Pairing | None = None
     whole: tuple[set[Value], set[Value]] = field(default_factory=lambda: (set(), set()))
 
     @property
@@ -170,6 +174,13 @@ class Pairing:
             if link.ref == first[0].value and layout is not None and layout == layout.in_order:
                 return link
         return None
+
+    def made_alike(self, link: Link) -> bool:
+        """Whether paired ops made both values, or both are one parameter, however the link was found."""
+        if link.method in ("op", "param"):
+            return True
+        pair = self.ops.get(link.target[0])
+        return pair is not None and pair.ref == link.ref[0]
 
     def add(self, link: Link) -> None:
         known = self.links[link.target]

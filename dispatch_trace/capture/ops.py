@@ -56,6 +56,13 @@ _BLIND = frozenset(
         "aten.set",
     }
 )
+# In training they update what their schema calls read only.
+_RUNNING = ("running_mean", "running_var")
+_UNDECLARED_WRITES = {
+    "aten.native_batch_norm": _RUNNING,
+    "aten.cudnn_batch_norm": _RUNNING,
+    "aten.miopen_batch_norm": _RUNNING,
+}
 # Ops of other libraries run again only where that library is loaded: their results are kept like leaves.
 _TORCH_NAMESPACES = frozenset(
     {
@@ -111,6 +118,7 @@ class OpInfo:
         "random",
         "resizes",
         "selected",
+        "training",
         "written",
         "written_names",
     )
@@ -129,7 +137,7 @@ class OpInfo:
             self.resizes = False
             self.aten = False
             self.foreign = True
-            self.dropout = -1
+            self.dropout = self.training = -1
             self.dropped = self.direct = self.quick = False
             self.selected = selected(self.base)
             return
@@ -138,9 +146,13 @@ class OpInfo:
         self.overload = str(func)
         self.call = func._op
         self.names = [a.name for a in schema.arguments]
+        undeclared = _UNDECLARED_WRITES.get(self.base, ())
         self.written = [
-            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+            i
+            for i, a in enumerate(schema.arguments)
+            if a.name in undeclared or (a.alias_info is not None and a.alias_info.is_write)
         ]
+        self.training = self.names.index("training") if undeclared else -1
         self.written_names = [self.names[i] for i in self.written]
         self.is_empty = self.base in _EMPTY
         returns_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
@@ -180,13 +192,21 @@ class OpInfo:
         named = [(names[i] if i < len(names) else str(i), value) for i, value in enumerate(args)]
         return named + list(kwargs.items())
 
+    def writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that a call writes to, each with the name of its argument."""
+        if self.training >= 0 and not self._passed(self.training, args, kwargs):
+            return []
+        places = zip(self.written, self.written_names, strict=True)
+        return [(f"{n}{end}", t) for i, n in places for end, t in _tensors_of(self._passed(i, args, kwargs))]
+
+    def _passed(self, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[position] if position < len(args) else kwargs.get(self.names[position])
+
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call takes something from a random state (attention does so only with dropout)."""
         if not self.random or self.dropout < 0:
             return self.random
-        if self.dropout < len(args):
-            return bool(args[self.dropout])
-        return bool(kwargs.get("dropout_p", 0.0))
+        return bool(self._passed(self.dropout, args, kwargs))
 
 
 def _is_composite(func: OpOverload) -> bool:
@@ -411,12 +431,9 @@ def after_op(
     with tracer.own_ops(state, in_dispatch=True):
         tracer.set_save(tracer.options.save_of(record.module))
         written: list[torch.Tensor] = []
-        for position, name in zip(info.written, info.written_names, strict=True):
-            value = args[position] if position < len(args) else kwargs.get(name)
-            for suffix, tensor in _tensors_of(value):
-                slots.append(
-                    storages.written(tensor, f"out.{name}{suffix}", record.seq, len(slots), keep=keep)
-                )
+        if info.written:
+            for name, tensor in info.writes(args, kwargs):
+                slots.append(storages.written(tensor, f"out.{name}", record.seq, len(slots), keep=keep))
                 written.append(tensor)
         aliased = bool(written)
         fresh = False
@@ -459,10 +476,8 @@ def unrecorded_writes(
     """Values that an unselected op overwrote are leaves from now on."""
     assert tracer.storages is not None
     try:
-        for position, name in zip(info.written, info.written_names, strict=True):
-            value = args[position] if position < len(args) else kwargs.get(name)
-            for _, tensor in _tensors_of(value):
-                tracer.storages.overwritten_unseen(tensor)
+        for _, tensor in info.writes(args, kwargs):
+            tracer.storages.overwritten_unseen(tensor)
     except Exception as error:
         tracer.fault(error)
 

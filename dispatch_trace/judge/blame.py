@@ -18,6 +18,7 @@ from dispatch_trace.align.graph import Call, Program, Value, around_all
 from dispatch_trace.align.modules import host
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.masks import masked_otherwise
 from dispatch_trace.judge.modules import ModuleBlame
 from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.judge.operands import Operands, changed_arguments
@@ -63,6 +64,7 @@ class Blame:
             self._random,
             self._nonfinite,
             self._quantised,
+            self._overwritten,
             self._operands.crossed,
             self._modules,
             self._same_ops,
@@ -150,6 +152,9 @@ class Blame:
         region = Region(target, ref)
         self._regions.fill(region, [b])
         region.only_ref = self._regions.unmeasured_before(ref, [a])
+        overwritten = self._operands.overwritten(ref, [a], target, [b], state)
+        if overwritten is not None:
+            return replace(overwritten, evidence={**overwritten.evidence, "output": b.name})
         for rule in (self._modules, self._missing_ops, self._extra_ops):
             finding = rule(region, state)
             if finding is not None:
@@ -221,6 +226,10 @@ class Blame:
                 continue
             twin = self._regions.counterpart(record)
             if twin is not None and twin.random:
+                if record is region.target and record.seq in self._pairing.redrawn:
+                    hint = "draws other random numbers than the forward pass that it computes again"
+                    evidence = self._sites.evidence(state)
+                    return self._sites.finding(record, record.op, "introduced", evidence, state, hint=hint)
                 if record is region.target:
                     return self._sites.finding(
                         record, record.op, "nondeterministic", self._sites.evidence(state), state
@@ -273,6 +282,11 @@ class Blame:
         if extra and not region.only_ref and len(extra) == 1:
             call = extra[0]
             evidence = self._sites.evidence(state) | {"extra_module": call.path}
+            if call.parent is not None and any(key[2] == call.path for key in backward):
+                # One more call of a module that both sides call: whoever makes it is to blame.
+                return self._sites.finding(
+                    call.parent, None, "structure", evidence, state, where=region.target
+                )
             return self._sites.place(
                 call.path,
                 call,
@@ -295,6 +309,14 @@ class Blame:
                         return self._made_parameter(region, state, codes.weight)
         return None
 
+    def _overwritten(self, region: Region, state: State) -> Finding | None:
+        record, ref = region.target, self._regions.counterpart(region.target)
+        if ref is None:
+            return None
+        return self._operands.overwritten(
+            ref, self._ref.inputs(ref), record, self._target.inputs(record), state
+        )
+
     def _same_ops(self, region: Region, state: State) -> Finding | None:
         """Nothing unpaired in between: an argument, an operand, or the op itself."""
         if region.only_target or region.only_ref or region.ref is None:
@@ -314,6 +336,12 @@ class Blame:
                 return self._sites.finding(
                     each, each.op, "argument", evidence | {"arguments": changed}, state
                 )
+        masked = masked_otherwise(self._pairing, ref, record)
+        if masked is not None:
+            changed = changed_arguments(*masked, masks=True)
+            evidence |= {"reader": record.op} | ({"arguments": changed} if changed else {})
+            label = "argument" if changed else "introduced"
+            return self._sites.finding(masked[1], masked[1].op, label, evidence, state)
         if short(ref.op) != short(record.op):
             evidence["ref_op"] = ref.op
         return self._sites.finding(record, record.op, "introduced", evidence, state)
@@ -345,7 +373,10 @@ class Blame:
     def _extra_ops(self, region: Region, state: State) -> Finding | None:
         if region.only_ref or not region.only_target:
             return None
-        first = region.only_target[0]
+        # What is computed beside, as a factor is, may be right; what reads the reference's operand is not.
+        expected = self._regions.expected_by(region)
+        reading = [r for r in region.only_target if expected.intersection(self._regions.read_by(r))]
+        first = next(iter(reading or region.only_target))
         evidence = self._sites.evidence(state) | {"extra_op": first.op}
         if len(region.only_target) > 1:
             evidence["extra_ops"] = [r.op for r in region.only_target]
@@ -361,7 +392,11 @@ class Blame:
         seat = self._operands.not_passed(region.target, made) if region.ref is not None else region.target
         if isinstance(seat, Call):
             return self._sites.finding(seat, None, "structure", evidence, state, where=region.target)
-        fused = next((r for r in region.only_ref if family(r.op) in _FUSED), None)
+        changed = self._changed_alongside(region, evidence, state)
+        if changed is not None:
+            return changed
+        kept = {family(r.op) for r in region.only_target}  # then it is not the one that is written out
+        fused = next((r for r in region.only_ref if family(r.op) in _FUSED - kept), None)
         inside = [r for r in region.only_target if fused is None or self._regions.same_body(fused, r)]
         candidates = [*(inside or region.only_target), region.target]
         if fused is not None and len(inside) > 2:
@@ -382,9 +417,16 @@ class Blame:
         chosen = next((r for r in candidates if not self._regions.has_twin(r, region)), region.target)
         return self._sites.finding(chosen, chosen.op, "structure", evidence, state)
 
-    # Regions ----------------------------------------------------------------------------------------
-
-    # Wiring -----------------------------------------------------------------------------------------
+    def _changed_alongside(self, region: Region, evidence: dict[str, Any], state: State) -> Finding | None:
+        """The first argument that differs, where both sides do the same ops but results of other sizes."""
+        for ref, target in zip(region.only_ref, region.only_target, strict=False):
+            if ref.op != target.op or not self._regions.same_body(ref, target):
+                break
+            changed = changed_arguments(ref, target)
+            if changed:
+                evidence = evidence | {"arguments": changed}
+                return self._sites.finding(target, target.op, "argument", evidence, state)
+        return None
 
     # Leaves -----------------------------------------------------------------------------------------
 

@@ -245,6 +245,9 @@ class NoisePass:
                 # Behind something wrong even the free part is not noise: what a flip excuses stays one.
                 state.flags = frozenset(f for f in budget.flags if budget.tainted and f[0] == "flip")
             state.tainted = False
+            if ref_noise > GARBAGE:  # what is predicted of the reference would excuse anything
+                alone = self.floored(self.band(reckoned, difference), link)
+                state.flags |= set() if within(difference, alone) else {("ill", record.seq)}
         else:
             state.noise = difference.rho if is_finite(difference.rho) else 1.0
             if self._flipped(record, out, budget):
@@ -469,7 +472,7 @@ class NoisePass:
             found = False
             for link in self.pairing.ref_links.get(value, ()):
                 difference = self.pairing.compare(link)
-                if difference.known and (link.method in ("op", "param") or difference.rho < GARBAGE):
+                if difference.known and (self.pairing.made_alike(link) or difference.rho < GARBAGE):
                     found = True
                     break
             self._measured[value] = found
@@ -478,7 +481,7 @@ class NoisePass:
     def stands_for(self, value: Value) -> bool:
         """Whether a value of the target is this one of the reference: the same op's, or equal up to noise."""
         for link in self.pairing.ref_links.get(value, ()):
-            if link.method in ("op", "param"):
+            if self.pairing.made_alike(link):
                 return True
             state = self.state(link.target)
             difference = self.pairing.compare(link)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class Operands:
         self._pairing = noise.pairing
         self._ref = noise.pairing.ref
         self._target = noise.pairing.target
+        self._memory: defaultdict[int, list[tuple[StoredRecord, StoredSlot]]] = defaultdict(list)
 
     def crossed(self, region: Region, state: State) -> Finding | None:
         """An operand that both sides know, and that is another one of them than in the reference."""
@@ -55,6 +57,74 @@ class Operands:
             if known and not self._stands_for(theirs[0].value, ours[0].value):
                 return self.misdirected(record, b, theirs[0], ours[0], state)
         return None
+
+    def overwritten(
+        self,
+        ref: StoredRecord,
+        ref_slots: Iterable[StoredSlot],
+        record: StoredRecord,
+        slots: Iterable[StoredSlot],
+        state: State,
+    ) -> Finding | None:
+        """An operand whose memory held the right value, and was written to before it is read."""
+        for a, b in paired_slots(ref, list(ref_slots), record, list(slots)):
+            expected = self._ref.held_content(ref, a)
+            if (
+                expected < 0
+                or b.storage < 0
+                or not self._differs(expected, self._target.held_content(record, b))
+            ):
+                continue
+            right = writer = None
+            for before, slot in self._uses_of_memory(b.storage):
+                if before.seq >= record.seq:
+                    break
+                if slot.shape == b.shape:
+                    held = self._target.held_content(before, slot)
+                    if held >= 0 and not self._differs(expected, held):
+                        right, writer = before, None
+                        continue
+                if slot.role == "written" and right is not None and writer is None:
+                    writer = before
+            if writer is None or self._is_paired_writer(writer, ref, a):
+                continue
+            evidence = self._sites.evidence(state) | {
+                "operand": b.name.removeprefix("in."),
+                "expected": self._sites.describe(self._ref, self._ref.origins(ref, a)[0].value),
+                "reader": record.op,
+            }
+            hint = "overwrites what is read again later"
+            return self._sites.finding(writer, writer.op, "wiring", evidence, state, hint=hint)
+        return None
+
+    def _is_paired_writer(self, writer: StoredRecord, ref: StoredRecord, slot: StoredSlot) -> bool:
+        """Whether the reference writes there too, before it reads what it reads."""
+        pair = self._pairing.ops.get(writer.seq)
+        if pair is None or slot.storage < 0:
+            return False
+        return any(
+            s.role == "written" and s.storage == slot.storage for s in self._ref.records[pair.ref].slots
+        )
+
+    def _uses_of_memory(self, storage: int) -> list[tuple[StoredRecord, StoredSlot]]:
+        """Slots of the target that lie in a piece of memory that something writes to, in order."""
+        if not self._memory:
+            records = self._target.records.values()
+            written = {s.storage for r in records for s in r.slots if s.role == "written" and s.storage >= 0}
+            for record in records:
+                for slot in record.slots:
+                    if slot.is_tensor and slot.storage in written:
+                        self._memory[slot.storage].append((record, slot))
+        return self._memory.get(storage, [])
+
+    def _differs(self, ref_content: int, target_content: int) -> bool:
+        """Whether two contents differ by more than noise could make; unknown counts as no."""
+        if target_content < 0:
+            return False
+        found = self._pairing.comparer.compare(ref_content, target_content)
+        if not found.known:
+            return False
+        return not found.equal and (found.nonfinite > 0 or found.rho > self._noise.band(1e-2, found))
 
     def lost_operand(self, record: StoredRecord, ref: StoredRecord, state: State) -> Finding | None:
         """A tensor argument that only one side passes."""
@@ -162,10 +232,8 @@ class Operands:
 
     def holds_other(self, a: StoredSlot, b: StoredSlot) -> bool:
         """Whether the slots' values differ, as far as that is known; unknown counts as possible."""
-        if a.content >= 0 and b.content >= 0:
-            found = self._pairing.comparer.compare(a.content, b.content)
-            if found.known:
-                return not found.equal and (found.nonfinite > 0 or found.rho > self._noise.band(1e-2, found))
+        if a.content >= 0 and b.content >= 0 and self._pairing.comparer.compare(a.content, b.content).known:
+            return self._differs(a.content, b.content)
         return True
 
     def _stands_for(self, ref: Value, target: Value) -> bool:
@@ -207,7 +275,7 @@ class Operands:
         return record if chosen is reader[0] else chosen
 
     def _was_given_both(self, call: Call, ref: Value, target: Value) -> bool:
-        """Whether a call of the target was handed a value and one that stands for a reference value."""
+        """Whether a call of the target was handed a value and has one that stands for a reference value."""
         if call.record is None:
             return False
         given = {
@@ -216,7 +284,14 @@ class Operands:
             if slot.role == "in" and slot.is_tensor
             for origin in self._target.origins(call.record, slot)
         }
-        return target in given and any(self._stands_for(ref, value) for value in given - {target})
+        if target not in given:
+            return False
+        return self._makes(call, ref) or any(self._stands_for(ref, value) for value in given - {target})
+
+    def _makes(self, call: Call, ref: Value) -> bool:
+        """Whether a value of the reference is computed within its call that is paired with this one."""
+        made_in = self._ref.call_of(self._ref.records[ref[0]]).enclosing()
+        return any(self._pairing.calls.get(around.key) == call.key for around in made_in)
 
 
 def _first_besides(program: Program, way: Origin, other: Program, other_way: Origin) -> StoredRecord | None:
@@ -235,8 +310,14 @@ def _first_besides(program: Program, way: Origin, other: Program, other_way: Ori
     return next(iter(moving or besides), None)
 
 
-def changed_arguments(ref: StoredRecord | None, target: StoredRecord) -> dict[str, list[Any]]:
-    """{argument: [the reference's, the target's]} of arguments that are no tensors; a missing one is None."""
+def changed_arguments(
+    ref: StoredRecord | None, target: StoredRecord, *, masks: bool = False
+) -> dict[str, list[Any]]:
+    """{argument: [the reference's, the target's]} of arguments that are no tensors; a missing one is None.
+
+    Args:
+      masks: whether it matters by how much something is masked.
+    """
     if ref is None:
         return {}
     before, after = (_scalar_arguments(r) for r in (ref, target))
@@ -245,7 +326,7 @@ def changed_arguments(ref: StoredRecord | None, target: StoredRecord) -> dict[st
         for name in {**before, **after}
         if before.get(name) != after.get(name)
         and name not in METADATA_ARGUMENTS
-        and not _both_mask(before.get(name), after.get(name))
+        and (masks or not _both_mask(before.get(name), after.get(name)))
     }
 
 

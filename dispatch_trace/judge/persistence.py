@@ -34,7 +34,7 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
     around: set[int] = set()  # what a wrong weight does to its own module shows already
     if culprit.kind == "op" and not target.is_leaf(value):
         around = {call.record.seq for call in target.call_of(culprit).enclosing() if call.record is not None}
-    reached = healed = False
+    reached = healed = read = False
     seen = {value}
     todo = [value]
     while todo:
@@ -53,11 +53,12 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
                     if following not in seen:
                         seen.add(following)
                         todo.append(following)
-                elif short(reader.op) in DISCRETE or _reads_part(target, reader, current):
+                    continue
+                read = True
+                if short(reader.op) in DISCRETE or _reads_part(target, reader, current):
                     continue  # it decides the same on a wrong number, or reads right ones beside it
-                else:
-                    healed = healed or _lost_error(reader, after)
-    return reached and not healed
+                healed = healed or _lost_error(reader, after)
+    return reached and read and not healed  # what nobody reads at the end, as an unused head, is not hidden
 
 
 def is_other_form(noise: NoisePass, value: Value) -> bool:

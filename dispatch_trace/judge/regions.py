@@ -108,6 +108,23 @@ class Regions:
                 found.append(outer)
         return found
 
+    def expected_by(self, region: Region) -> set[Value]:
+        """The target's values that its op should read, or hand on where the reference does nothing more."""
+        ref = region.ref
+        if ref is None:
+            return set()
+        if ref.seq in self._pairing.ops_by_ref and self.counterpart(region.target) is not ref:
+            values = {(ref.seq, slot.index) for slot in self._ref.outputs(ref)}
+        else:
+            slots = self._ref.inputs(ref)
+            values = {origin.value for slot in slots for origin in self._ref.origins(ref, slot)}
+        return {link.target for value in values for link in self._pairing.ref_links.get(value, ())}
+
+    def read_by(self, record: StoredRecord) -> set[Value]:
+        """The values of the target that one of its ops reads."""
+        slots = self._target.inputs(record)
+        return {origin.value for slot in slots for origin in self._target.origins(record, slot)}
+
     def fed_by_constant(self, region: Region) -> bool:
         """Whether the reader takes a constant of the program where the reference computes something."""
         assert region.ref is not None

@@ -11,6 +11,7 @@ import itertools
 import operator
 from typing import Any, TypeAlias
 
+from dispatch_trace.align.recompute import redrawn
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
@@ -80,7 +81,17 @@ def first_unrepeated(ref: RankReader, other: RankReader) -> Finding | None:
                 found = ref.in_step(a, position), other.in_step(b, position), theirs
                 if first is None or found[1].seq < first[1].seq:
                     first = found
-    return None if first is None else _finding(*first)
+    if first is None or _is_redrawn(*first[:2], ref, other):
+        return None
+    return _finding(*first)
+
+
+def _is_redrawn(a: StoredRecord, b: StoredRecord, ref: RankReader, other: RankReader) -> bool:
+    """Whether one of the runs alone draws other numbers where it computes its forward pass again: a bug."""
+    if b.grad_phase != "recompute" or not b.random:
+        return False
+    again = [redrawn(run.records(), run.content) for run in (ref, other)]
+    return (a.seq in again[0]) != (b.seq in again[1])
 
 
 def _first_other(ref: RankReader, ref_id: int, other: RankReader, other_id: int) -> int:

@@ -132,7 +132,7 @@ class TwinPass(NoisePass):
         self._eight_bits_meant = declared is not None and bool(declared.rules)
 
     def doubts(self, flags: frozenset[tuple[str, int]]) -> bool:
-        return any(kind == CLOUD for kind, _ in flags)
+        return any(kind in (CLOUD, "ill") for kind, _ in flags)
 
     def _judge(self, record: StoredRecord, out: StoredSlot) -> State:
         state = super()._judge(record, out)
