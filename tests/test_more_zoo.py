@@ -1,0 +1,62 @@
+"""A few of the further zoo: each holds a rule fast that the cases of `tests/zoo` do not need.
+
+`make more-zoo` runs all of it. The cases run in this process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_zoo import tool
+
+FOLDER = Path(__file__).resolve().parent / "more_zoo"
+FILES = tool.find_cases(FOLDER)
+# What goes wrong -> the numbers of cases that show it.
+QUICK = {
+    "memory is written to before it is read": ("152",),
+    "an argument changes the sizes of what follows": ("127",),
+    "running statistics are written though the schema denies it": ("153",),
+    "the recomputed pass draws other numbers": ("155",),
+    "masks of two kinds meet a row that is masked throughout": ("169",),
+    "a head that nobody reads differs": ("211",),
+}
+
+# What the cases warn about is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem)
+        for file in FILES
+        if tool.case_id(file) in {number for numbers in QUICK.values() for number in numbers}
+    ],
+)
+def test_case(file: Path) -> None:
+    settings = torch.get_rng_state()
+    try:
+        row = tool.run_case(file, "tensors")
+    finally:
+        torch.set_rng_state(settings)
+    assert row["error"] is None, row["error"]
+    found = f"{row['found_label']} {row['found_module']!r} {row['found_op']}"
+    if row["group"] == "defect":
+        assert row["verdict"] == "diverged"
+        assert row["module_ok"] and row["op_ok"], f"blames {found}"
+    else:
+        assert row["verdict"] == "match", found
+
+
+def test_every_case_says_where_it_was_reported_and_what_is_right() -> None:
+    groups = []
+    for file in FILES:
+        first = file.read_text(encoding="utf-8").splitlines()[0]
+        assert " Ref: " in first and "#" in first, file.name
+        expect = tool.load_case(file).EXPECT
+        assert expect["kind"] and expect["note"], file.name
+        groups.append(tool.group_of(expect))
+    assert len(FILES) == len({tool.case_id(file) for file in FILES})
+    assert (groups.count("defect"), groups.count("benign")) == (68, 30)
