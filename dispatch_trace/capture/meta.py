@@ -6,23 +6,23 @@ count and an append.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dispatch_trace.capture.frames import Frame
+from dispatch_trace.capture.keys import Key, NoKey, call_key, exact, quick_key, shape_and_dtype
 from dispatch_trace.capture.ops import OpInfo, site
-from dispatch_trace.capture.rows import KEYWORDS, MANY_ROWS, NoKey, RowRecorder, exact
+from dispatch_trace.capture.rows import MANY_ROWS, RowRecorder
 from dispatch_trace.capture.snapshot import dtype_name, shape_of
-from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, encode
+from dispatch_trace.capture.tracer import PLAIN, encode
 from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.schema import RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
 _Tensor = torch.Tensor
-_meta = operator.attrgetter("shape", "dtype")  # both in one call
+_meta = shape_and_dtype
 
 
 def freeze(value: Any) -> Any:
@@ -42,8 +42,21 @@ def freeze(value: Any) -> Any:
     return value if type(value) in PLAIN else encode(value)
 
 
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module call was given: of the usual one tensor (shape, dtype), else names and frozen values."""
+    if len(args) == 1 and not kwargs and type(args[0]) is _Tensor:
+        return _meta(args[0])
+    return [(name, freeze(value)) for name, value in flatten_arguments(args, kwargs)]
+
+
+def _plain_key(info: OpInfo) -> Callable[..., Key]:
+    return lambda out, *args: call_key(info, args, None, out)
+
+
 class MetaRecorder(RowRecorder):
     """The dispatch mode of a recording that keeps no values."""
+
+    inputs_of = staticmethod(inputs_of)
 
     def __torch_dispatch__(
         self,
@@ -66,39 +79,34 @@ class MetaRecorder(RowRecorder):
         if frame.records_ops:
             # As `_note`, without the call: every line here is paid for by each op.
             try:
-                key: list[Any] = [info]
-                add = key.append
-                for value in args:
-                    kind = type(value)
-                    if kind in PLAIN_TENSORS:
-                        add(value.shape)
-                        add(value.dtype)
-                    elif kind is int or value is None:
-                        add(value)
-                    else:
-                        add(exact(value, _meta))
                 if kwargs:
-                    add(KEYWORDS)
-                    for name, value in kwargs.items():
-                        add(name)
-                        add(exact(value, _meta))
-                if type(out) is _Tensor:
-                    add(out.shape)
-                    add(out.dtype)
+                    key = call_key(info, args, kwargs, out)
                 else:
-                    add(exact(out, _meta))
-                body = self._bodies.get(tuple(key))
+                    make = info.keys.get(len(args))
+                    key = self._quick_key(info, args, out) if make is None else make(out, *args)
+                body = self._bodies.get(key)
                 if body is None or not frame.shares_bodies:
-                    body = self._new_body(tuple(key), frame, info, args, kwargs, out)
+                    body = self._new_body(key, frame, info, args, kwargs, out)
                 counts, base = frame.counts, info.base
                 counts[base] = n = counts.get(base, -1) + 1
                 self.last = seq = self._next()
                 self._append((body, seq, frame, n, self._number, None, None))
-            except (NoKey, RuntimeError):  # strided nested tensors raise at their shape
+            except (NoKey, RuntimeError, AttributeError):
+                # Strided nested tensors raise at their shape; and `quick_key` is not for every call.
                 self._note(frame, info, args, kwargs or {}, out)
             except Exception as error:
                 self._tracer.fault(error)
         return out
+
+    def _quick_key(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> Key:
+        """The key of a call; remembers how to make it where others have as many arguments."""
+        make = quick_key(info, len(args))
+        try:
+            key = make(out, *args)
+        except (AttributeError, TypeError, IndexError):  # an optional tensor that is not given, most often
+            make, key = _plain_key(info), call_key(info, args, None, out)
+        info.keys[len(args)] = make
+        return key
 
     def observe(self, frame: Frame, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = info.call(*args, **kwargs)
@@ -132,9 +140,6 @@ class MetaRecorder(RowRecorder):
         if key is not None and frame.shares_bodies:
             self.keep_body(key, body)
         return body
-
-    def inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return inputs_of(args, kwargs)
 
     def note_module(self, frame: Frame, out: Any, note: str = "") -> None:
         """Notes that a module call has ended, with what it returned (None where it raised)."""
@@ -185,13 +190,6 @@ def op_record(
     if result is not None:
         _slots(result, "out", "out", record.slots)
     return record
-
-
-def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module call was given: of the usual one tensor (shape, dtype), else names and frozen values."""
-    if len(args) == 1 and not kwargs and type(args[0]) is _Tensor:
-        return _meta(args[0])
-    return [(name, freeze(value)) for name, value in flatten_arguments(args, kwargs)]
 
 
 def leaves_of_output(out: Any) -> list[tuple[str, Any]]:

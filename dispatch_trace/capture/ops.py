@@ -111,6 +111,7 @@ class OpInfo:
         "func",
         "is_empty",
         "item",
+        "keys",
         "light",
         "names",
         "overload",
@@ -125,6 +126,7 @@ class OpInfo:
 
     def __init__(self, func: Any, selected: Callable[[str], bool]) -> None:
         self.func = func  # kept, so that its id stays its own
+        self.keys: dict[int, Callable[..., tuple[Any, ...]]] = {}  # by number of arguments, see `keys`
         if not isinstance(func, OpOverload):
             self.base = f"higher_order.{func.name() if callable(func.name) else func.name}"
             self.overload = self.base

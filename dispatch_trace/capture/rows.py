@@ -12,50 +12,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from dispatch_trace.capture.frames import Frame
 from dispatch_trace.capture.ops import OpRecorder
-from dispatch_trace.capture.tracer import PLAIN_TENSORS, Tracer
+from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.schema import NotedRow
 
 MANY_ROWS = 1 << 15
 MAX_BODIES = 1 << 13  # shapes that never come back (a growing cache) must not fill the memory
-KEYWORDS = object()
-_BOOLS = ("false", "true")  # no argument takes a text or a truth value in the same place
-_CONSTANTS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
-class NoKey(Exception):
-    """A value that equality and hash do not tell from every other."""
-
-
-def exact(value: Any, of_tensor: Callable[[torch.Tensor], Any] | None = None) -> Any:
-    """What stands for a value in a key: equal only for values that a record shows alike.
-
-    Numbers need care: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
-
-    Args:
-      of_tensor: what stands for a plain tensor.
-    Raises:
-      NoKey: there is no such thing.
-    """
-    kind = type(value)
-    if kind is int or kind is str or value is None:
-        return value
-    if kind is bool:
-        return _BOOLS[value]
-    if kind is float:
-        return value.hex()
-    if kind is list or kind is tuple:
-        if value and type(value[0]) is int:
-            return tuple(value)
-        return tuple([exact(v, of_tensor) for v in value])
-    if kind in PLAIN_TENSORS and of_tensor is not None:
-        return of_tensor(value)
-    if kind in _CONSTANTS:
-        return value
-    raise NoKey
 
 
 class RowRecorder(OpRecorder):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture.frames import Frame
+from dispatch_trace.capture.keys import KEYWORDS, NoKey, exact
 from dispatch_trace.capture.ops import OpInfo, after_op, before_op, site
-from dispatch_trace.capture.rows import KEYWORDS, MANY_ROWS, NoKey, RowRecorder, exact
+from dispatch_trace.capture.rows import MANY_ROWS, RowRecorder
 from dispatch_trace.capture.snapshot import Geometry, StorageEntry, dtype_name, is_shared
 from dispatch_trace.capture.tracer import PLAIN_TENSORS, Tracer, encode
 from dispatch_trace.nested import flatten, flatten_arguments
