@@ -26,6 +26,7 @@ from dispatch_trace.align.orders import Order, order_of
 from dispatch_trace.align.weights import WeightPair
 from dispatch_trace.metrics import coarser, round_to
 from dispatch_trace.schema import StoredRecord
+from dispatch_trace.sketch import alike
 
 _CHILD = re.compile(r"(.+)\.(\d+)")
 # Weights are one weight, rounded, up to this distance of their sketches.
@@ -185,7 +186,7 @@ class _Lists:
         ]
         if any(s is None for side in sketches for s in side):
             return
-        first, second = (np.stack(side).astype(np.float64) for side in sketches)  # type: ignore[arg-type]
+        first, second = alike(*(np.stack(side).astype(np.float64) for side in sketches))  # type: ignore[arg-type]
         for n, sketch in enumerate(first):
             size = max(float(np.linalg.norm(sketch)), 1e-300)
             near = np.flatnonzero(np.linalg.norm(second - sketch, axis=1) <= _NEAR * size)

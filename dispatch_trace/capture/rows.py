@@ -33,6 +33,7 @@ class RowRecorder(OpRecorder):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__(tracer)
         self._state = tracer.state
+        self._here: dict[str, Any] = {}
         self._infos = tracer.op_infos
         self._bodies = tracer.bodies
         self._number = tracer.state.number
@@ -45,6 +46,7 @@ class RowRecorder(OpRecorder):
 
     def start(self) -> None:
         super().start()
+        self._here = self._state.__dict__  # this thread's: no question whose, at each look
         self._tracer.add_source(self)
 
     def stop(self) -> None:

@@ -88,7 +88,6 @@ class ValueRecorder(RowRecorder):
         self._by_address = tracer.storages.by_address
         self._items = tracer.items
         self._keep = tracer.options.save == "tensors"
-        self._find_source = tracer.find_source
         self._credit = 0
         self._credit_bytes = min(_CREDIT_BYTES, tracer.writer.max_pending_bytes // 8)
 
@@ -105,12 +104,12 @@ class ValueRecorder(RowRecorder):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         info = self._infos.get(id(func))
-        state, tracer = self._state, self._tracer
-        if types or info is None or not info.quick or state.busy:
+        here, tracer = self._here, self._tracer
+        if types or info is None or not info.quick or here["busy"]:
             return self.dispatch(func, types, args, kwargs)
-        frame = state.frame
+        frame = here["frame"]
         if frame is None or not tracer.active or _current_node() is not None:
-            frame = site(tracer, state, info)
+            frame = site(tracer, self._state, info)
         elif not frame.records_ops:
             frame = None
         out = info.call(*args, **kwargs) if kwargs else info.call(*args)
@@ -203,7 +202,7 @@ class ValueRecorder(RowRecorder):
             facts.append(_NO_TENSOR if each is None else self._define(each, seq, len(facts)))
         counts, base = frame.counts, info.base
         counts[base] = n = counts.get(base, -1) + 1
-        self._append((row_body, seq, frame, n, self._number, self._find_source(3), facts))
+        self._append((row_body, seq, frame, n, self._number, self._tracer.find_source(3), facts))
         return None
 
     def _look(self, value: torch.Tensor) -> _Seen | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dispatch_trace.errors import NotExecutableError
+from dispatch_trace.errors import NotExecutableError, TraceFormatError
 from dispatch_trace.schema import (
     NO_CALL,
     SCHEMA_VERSION,
@@ -31,6 +31,7 @@ from dispatch_trace.schema import (
 from dispatch_trace.sketch import SKETCH_PARAMETERS
 from dispatch_trace.store.mapped import Mapped
 from dispatch_trace.store.reader import RankReader
+from dispatch_trace.store.records import RecordsFrame
 
 if TYPE_CHECKING:
     import torch
@@ -307,6 +308,16 @@ class DumpRank(RankReader):
 
     def mapped(self, id: int) -> Mapped | None:
         return None
+
+    def frames(self) -> Iterator[RecordsFrame]:
+        return iter(())  # it was not written in frames
+
+    @property
+    def model_names(self) -> dict[str, str]:
+        return {}
+
+    def sketch_table(self, place: tuple[int, int, int] | None) -> np.ndarray[Any, Any]:
+        raise TraceFormatError(f"{self.path}: a dump of another tool holds no sketches")
 
     def tensor(self, id: int) -> torch.Tensor:
         from dispatch_trace.compat.tensor_files import load_tensor

@@ -58,7 +58,9 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
                 if short(reader.op) in DISCRETE or _reads_part(target, reader, current):
                     continue  # it decides the same on a wrong number, or reads right ones beside it
                 healed = healed or _lost_error(reader, after)
-    return reached and read and not healed  # what nobody reads at the end, as an unused head, is not hidden
+    # What nobody reads at the end, as an unused head, is not hidden; who raised has not come to reading it.
+    raised = any(record.note.startswith("raised ") for _, record in noise.pairing.modules)
+    return reached and (read or raised) and not healed
 
 
 def is_other_form(noise: NoisePass, value: Value) -> bool:
