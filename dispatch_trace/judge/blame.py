@@ -342,6 +342,9 @@ class Blame:
             evidence |= {"reader": record.op} | ({"arguments": changed} if changed else {})
             label = "argument" if changed else "introduced"
             return self._sites.finding(masked[1], masked[1].op, label, evidence, state)
+        elsewhere = self._operands.written_elsewhere(ref, record, state)
+        if elsewhere is not None:
+            return elsewhere
         if short(ref.op) != short(record.op):
             evidence["ref_op"] = ref.op
         return self._sites.finding(record, record.op, "introduced", evidence, state)

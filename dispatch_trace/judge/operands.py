@@ -106,6 +106,29 @@ class Operands:
             s.role == "written" and s.storage == slot.storage for s in self._ref.records[pair.ref].slots
         )
 
+    def written_elsewhere(self, ref: StoredRecord, record: StoredRecord, state: State) -> Finding | None:
+        """An operand into whose memory something was written at another place than in the reference."""
+        for a, b in paired_slots(ref, self._ref.inputs(ref), record, self._target.inputs(record)):
+            if min(a.storage, b.storage) < 0 or (a.shape, a.strides) != (b.shape, b.strides):
+                continue
+            held = self._ref.held_content(ref, a), self._target.held_content(record, b)
+            if min(held) >= 0 and not self._differs(*held):
+                continue
+            for writer, slot in self._uses_of_memory(b.storage):
+                if writer.seq >= record.seq:
+                    break
+                pair = self._pairing.ops.get(writer.seq) if slot.role == "written" else None
+                for twin in () if pair is None else self._ref.records[pair.ref].slots:
+                    if twin.role != "written" or twin.storage != a.storage:
+                        continue
+                    places = _place_within(twin, a), _place_within(slot, b)
+                    if None in places or twin.shape != slot.shape or places[0] == places[1]:
+                        continue
+                    evidence = self._sites.evidence(state) | {"elements": places, "reader": record.op}
+                    hint = "writes to another place of the memory"
+                    return self._sites.finding(writer, writer.op, "wiring", evidence, state, hint=hint)
+        return None
+
     def _uses_of_memory(self, storage: int) -> list[tuple[StoredRecord, StoredSlot]]:
         """Slots of the target that lie in a piece of memory that something writes to, in order."""
         if not self._memory:
@@ -344,3 +367,12 @@ def _scalar_arguments(record: StoredRecord) -> dict[str, Any]:
 
 def _view_key(record: StoredRecord) -> tuple[str, str]:
     return short(record.op), scalars(record)
+
+
+def _place_within(part: StoredSlot, whole: StoredSlot) -> tuple[int, tuple[int, ...]] | None:
+    """Where a piece of memory begins among the elements of another, and its strides; None outside of it."""
+    if part.offset is None or whole.offset is None or part.strides is None or whole.strides is None:
+        return None
+    start = part.offset - whole.offset
+    extent = 1 + sum((n - 1) * step for n, step in zip(whole.shape, whole.strides, strict=True))
+    return (start, part.strides) if 0 <= start < extent else None
