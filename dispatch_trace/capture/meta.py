@@ -70,7 +70,7 @@ class MetaRecorder(RowRecorder):
             if info is not None and not (types or info.selected):
                 return info.call(*args, **kwargs) if kwargs else info.call(*args)
             return self.dispatch(func, types, args, kwargs)
-        frame = self._here["frame"]
+        frame = self.here["frame"]
         if frame is None or _current_node() is not None:
             frame = site(self._tracer, self._state, info)
             if frame is None:

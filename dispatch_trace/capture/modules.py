@@ -170,10 +170,13 @@ class ModuleRecorder:
             site = sites.get(id(module))
             if site is None:
                 return call(module, *args, **kwargs)
-            parent, mode = state.frame, state.mode
+            mode = state.mode
+            if mode is None:
+                return call(module, *args, **kwargs)
+            here = mode.here
+            parent = here["frame"]
             if (
                 parent is None
-                or mode is None
                 or parent.model != site.model
                 or _current_node() is not None
                 or not tracer.active
@@ -197,16 +200,17 @@ class ModuleRecorder:
                     frame.inputs = mode.inputs_of(args, kwargs)
                 except Exception as error:
                     tracer.fault(error)
-            if is_grad_enabled():
+            marks = is_grad_enabled()
+            if marks:
                 mark_sequence(state, frame)
-            state.frame = frame
+            here["frame"] = frame
             try:
                 out = site.original(module, *args, **kwargs)
             except BaseException as error:
                 fail(frame, error)
                 raise
-            state.frame = parent
-            if is_grad_enabled():
+            here["frame"] = parent
+            if marks:
                 mark_sequence(state, parent)
             if returns:
                 mode.note_module(frame, out)

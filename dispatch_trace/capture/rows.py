@@ -27,13 +27,14 @@ class RowRecorder(OpRecorder):
     Attributes:
       rows: what was noted and not taken yet. Only this thread adds to it; whoever takes holds a lock.
       last: number of the last record of this mode.
+      here: attributes of the tracer's `ThreadState` in this mode's thread, without asking which it is.
       num_taken: rows taken so far.
     """
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__(tracer)
         self._state = tracer.state
-        self._here: dict[str, Any] = {}
+        self.here: dict[str, Any] = {}
         self._infos = tracer.op_infos
         self._bodies = tracer.bodies
         self._number = tracer.state.number
@@ -46,7 +47,7 @@ class RowRecorder(OpRecorder):
 
     def start(self) -> None:
         super().start()
-        self._here = self._state.__dict__  # this thread's: no question whose, at each look
+        self.here = self._state.__dict__
         self._tracer.add_source(self)
 
     def stop(self) -> None:

@@ -104,7 +104,7 @@ class ValueRecorder(RowRecorder):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         info = self._infos.get(id(func))
-        here, tracer = self._here, self._tracer
+        here, tracer = self.here, self._tracer
         if types or info is None or not info.quick or here["busy"]:
             return self.dispatch(func, types, args, kwargs)
         frame = here["frame"]
