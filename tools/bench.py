@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import shutil
 import statistics
@@ -105,6 +106,7 @@ class Times:
 
 def measure(context: Any, run: Callable[[], Any], calls: int, times: Times) -> None:
     """Adds the times of one recording."""
+    gc.collect()  # what the row before has left is not this one's to clear away
     with context as recording:
         run()  # first call: parameters, caches
         if isinstance(recording, dt.record):
