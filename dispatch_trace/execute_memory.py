@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dispatch_trace.geometry import extent_of
 from dispatch_trace.schema import StoredSlot
 from dispatch_trace.store.layouts import dtype_from_name
 
@@ -106,16 +107,6 @@ def _coincides(view: torch.Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
-
-
-def extent_of(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """Elements from the first to the last that a view touches, 0 when it has none."""
-    extent = 1
-    for size, stride in zip(shape, strides, strict=True):
-        if size == 0:
-            return 0
-        extent += (size - 1) * stride
-    return extent
 
 
 @dataclass(slots=True)

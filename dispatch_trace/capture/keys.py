@@ -68,11 +68,11 @@ def call_key(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None,
 
 
 def quick_key(info: OpInfo, num_args: int) -> Callable[..., Key]:
-    """A function (out, *args) that gives the same for calls with so many arguments and no keywords.
+    """A function (out, *args) that does what `call_key` does, for so many arguments and no keywords.
 
-    Without a loop or a question: arguments come through the dispatcher, so that each has the type that the
-    schema says. It is Python compiled from the schema, and goes through `exact` where a type leaves a choice.
-    What is None there although it may be a tensor raises AttributeError.
+    Its keys look otherwise, and equal none of those. It has no loop and asks no question: arguments come by
+    the dispatcher, so that each has the type that the schema says. It is Python compiled from the schema, and
+    goes through `exact` where a type leaves a choice. None where there may be a tensor raises AttributeError.
     """
     schema = info.func._schema
     names = [f"a{i}" for i in range(num_args)]

@@ -22,7 +22,6 @@ from dispatch_trace.schema import RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
 _Tensor = torch.Tensor
-_meta = shape_and_dtype
 
 
 def freeze(value: Any) -> Any:
@@ -32,7 +31,7 @@ def freeze(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         try:
-            return _meta(value)
+            return shape_and_dtype(value)
         except RuntimeError:  # strided nested tensors have no one shape
             return shape_of(value), value.dtype
     if isinstance(value, (list, tuple)):
@@ -45,7 +44,7 @@ def freeze(value: Any) -> Any:
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a module call was given: of the usual one tensor (shape, dtype), else names and frozen values."""
     if len(args) == 1 and not kwargs and type(args[0]) is _Tensor:
-        return _meta(args[0])
+        return shape_and_dtype(args[0])
     return [(name, freeze(value)) for name, value in flatten_arguments(args, kwargs)]
 
 
@@ -91,8 +90,10 @@ class MetaRecorder(RowRecorder):
                 counts[base] = n = counts.get(base, -1) + 1
                 self.last = seq = self._next()
                 self._append((body, seq, frame, n, self._number, None, None))
-            except (NoKey, RuntimeError, AttributeError):
-                # Strided nested tensors raise at their shape; and `quick_key` is not for every call.
+            except (NoKey, RuntimeError):  # strided nested tensors raise at their shape
+                self._note(frame, info, args, kwargs or {}, out)
+            except AttributeError:  # an optional tensor that the first call of so many arguments was given
+                info.keys[len(args)] = _plain_key(info)
                 self._note(frame, info, args, kwargs or {}, out)
             except Exception as error:
                 self._tracer.fault(error)
@@ -173,7 +174,10 @@ def _key_of_leaves(note: str, *sides: Any) -> tuple[Any, ...] | None:
         return note, *[
             side
             if type(side) is tuple
-            else ("leaves", *[(name, v if type(v) is tuple else exact(v, _meta)) for name, v in side])
+            else (
+                "leaves",
+                *[(name, v if type(v) is tuple else exact(v, shape_and_dtype)) for name, v in side],
+            )
             for side in sides
         ]
     except NoKey:
@@ -195,7 +199,7 @@ def op_record(
 def leaves_of_output(out: Any) -> list[tuple[str, Any]]:
     """Names and frozen values of what a module call returned."""
     if type(out) is torch.Tensor:
-        return [("out", _meta(out))]
+        return [("out", shape_and_dtype(out))]
     return [(name, freeze(value)) for name, value in flatten(out, "out")]
 
 

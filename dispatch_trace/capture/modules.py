@@ -411,7 +411,7 @@ class ModuleRecorder:
         # By position: this is paid for by every module call.
         frame = Frame(model, path, call, phase, step, module, parent, records_ops, records_module)
         frame.is_root = is_root
-        frame.opened = tracer.upcoming_seq if state.mode is None else state.mode.upcoming_seq()
+        frame.opened = tracer.upcoming_seq
         if phase == "fwd":
             if torch.is_grad_enabled():
                 if begins:

@@ -259,10 +259,6 @@ class OpRecorder(TorchDispatchMode):
         """Whether no other mode lies above this one on this thread's stack."""
         return _get_current_dispatch_mode() is self
 
-    def upcoming_seq(self) -> int:
-        """The number that the next record of this thread has at least."""
-        return self._tracer.upcoming_seq
-
     def __torch_dispatch__(
         self,
         func: Any,

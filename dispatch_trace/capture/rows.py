@@ -64,9 +64,6 @@ class RowRecorder(OpRecorder):
                 self.num_taken += len(rows)
                 put(rows)
 
-    def upcoming_seq(self) -> int:
-        return max(self.last + 1, self._tracer.upcoming)
-
     def keep_body(self, key: Any, body: Any) -> None:
         """Remembers a body, or what holds one, by its key."""
         if len(self._bodies) >= MAX_BODIES:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dispatch_trace.geometry import extent_of
 from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawSlot, Save, SlotFacts
 from dispatch_trace.store.writer import TraceWriter
 
@@ -142,12 +143,7 @@ def _extent(g: Geometry) -> tuple[int, int]:
     """First byte and the byte after the last that a geometry can touch."""
     dtype, offset, shape, strides, _ = g
     size: int = dtype.itemsize
-    last = offset
-    for dim, stride in zip(shape, strides, strict=True):
-        if dim == 0:
-            return offset * size, offset * size
-        last += (dim - 1) * stride
-    return offset * size, (last + 1) * size
+    return offset * size, (offset + extent_of(shape, strides)) * size
 
 
 def is_shared(tensor: torch.Tensor, g: Geometry) -> bool:

@@ -16,6 +16,7 @@ from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.pairs import paired_slots, same_path, slot_role
 from dispatch_trace.align.summaries import EXTREME
 from dispatch_trace.align.views import elements
+from dispatch_trace.geometry import extent_of
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, State, within
 from dispatch_trace.judge.regions import Region, Regions
@@ -374,5 +375,4 @@ def _place_within(part: StoredSlot, whole: StoredSlot) -> tuple[int, tuple[int, 
     if part.offset is None or whole.offset is None or part.strides is None or whole.strides is None:
         return None
     start = part.offset - whole.offset
-    extent = 1 + sum((n - 1) * step for n, step in zip(whole.shape, whole.strides, strict=True))
-    return (start, part.strides) if 0 <= start < extent else None
+    return (start, part.strides) if 0 <= start < extent_of(whole.shape, whole.strides) else None

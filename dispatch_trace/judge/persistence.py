@@ -59,8 +59,11 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
                     continue  # it decides the same on a wrong number, or reads right ones beside it
                 healed = healed or _lost_error(reader, after)
     # What nobody reads at the end, as an unused head, is not hidden; who raised has not come to reading it.
-    raised = any(record.note.startswith("raised ") for _, record in noise.pairing.modules)
-    return reached and (read or raised) and not healed
+    return reached and not healed and (read or _has_raised(noise))
+
+
+def _has_raised(noise: NoisePass) -> bool:
+    return any(record.note.startswith("raised ") for _, record in noise.pairing.modules)
 
 
 def is_other_form(noise: NoisePass, value: Value) -> bool:

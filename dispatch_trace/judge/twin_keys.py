@@ -20,8 +20,9 @@ from dispatch_trace.align.canon import short
 from dispatch_trace.align.graph import Program
 from dispatch_trace.align.pairs import Pairing, module_slots, paired_slots
 from dispatch_trace.align.summaries import EXTREME
-from dispatch_trace.execute_memory import HELD_AS, dtype_family, extent_of, has_geometry
+from dispatch_trace.execute_memory import HELD_AS, dtype_family, has_geometry
 from dispatch_trace.execute_ops import EMPTY_OPS, UNWRITTEN_OPS, NotRunnableError, resolve, why_taken
+from dispatch_trace.geometry import extent_of
 from dispatch_trace.judge.twin_leaves import Leaves
 from dispatch_trace.schema import StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
