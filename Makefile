@@ -46,6 +46,8 @@ bench: $(STAMP)
 	$(PY) tools/bench_store.py
 	$(PY) tools/bench_scale.py --records 10000 100000 --align 3000 10000
 	$(PY) tools/bench_run.py
+	$(PY) tools/bench_golden.py
+	$(PY) tools/bench_hunt.py --hidden 256
 
 # The first table of `bench` with msprobe and torchlens beside it, each in an environment of its own (380 MB).
 bench-peers: $(STAMP)

@@ -145,7 +145,7 @@ def run(output: str) -> int:
       output: directory for the traces; those of an earlier demo are replaced.
     Returns: 0 when every verdict and every place is right, else 1.
     """
-    model, inputs = _load()
+    model, inputs = load_minilm()
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -168,7 +168,7 @@ def run(output: str) -> int:
     return _summary(outcomes, traces)
 
 
-def _load() -> tuple[Any, dict[str, torch.Tensor]]:
+def load_minilm() -> tuple[Any, dict[str, torch.Tensor]]:
     """The model with its real weights, and the sentences as its tokenizer cuts them.
 
     Raises:

@@ -253,9 +253,9 @@ class Sentences(nn.Module):
 
 def bert() -> tuple[nn.Module, Sentences, dict[str, torch.Tensor]]:
     """(transformers' BERT with MiniLM's weights, the port, inputs of the first)."""
-    from dispatch_trace.demo import _load
+    from dispatch_trace.demo import load_minilm
 
-    model, inputs = _load()
+    model, inputs = load_minilm()
     model.pooler = None
     port = Sentences(model.config).eval()
     e = model.embeddings
