@@ -12,7 +12,8 @@ known here (`float`, formatting, `math`) sends all but the first astray.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +26,31 @@ class Together:
 
     Attributes:
       astray: [num] which of them would have taken another way; never the first.
+      parted_at: [num] the number of the question at which each went astray, -1 where it did not.
     """
 
     def __init__(self, num: int) -> None:
         self.astray: npt.NDArray[np.bool_] = np.zeros(num, dtype=bool)
+        self.parted_at = np.full(num, -1, dtype=np.int64)
+        self._num_questions = 0
 
     def decide(self, holds: npt.NDArray[np.bool_]) -> bool:
         """What holds for the first step; the others for which it does not are astray."""
         first = bool(holds[0])
-        self.astray |= holds != first
+        self._part(holds != first)
         return first
 
     def lose(self) -> None:
         """All but the first are astray."""
-        self.astray[1:] = True
+        others = np.ones(len(self.astray), dtype=bool)
+        others[0] = False
+        self._part(others)
+
+    def _part(self, others: npt.NDArray[np.bool_]) -> None:
+        self._num_questions += 1
+        if others.any():
+            self.parted_at[others & ~self.astray] = self._num_questions
+            self.astray |= others
 
 
 class PerStep:
@@ -116,6 +128,24 @@ class PerStep:
         return f"PerStep({self.values!r})"
 
 
+class TextPerStep:
+    """One text, or None, for each of the steps of a `Together`: only told apart by `of_step`."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[str | None]) -> None:
+        self.values = values
+
+
+def texts(values: Sequence[str | None]) -> str | None:
+    """Texts of steps, for what takes one: a plain one where all are the same."""
+    if len(set(values)) == 1:
+        return values[0]
+    text: Any = TextPerStep(values)
+    made: str = text
+    return made
+
+
 def each(values: Floats, together: Together) -> float:
     """Numbers [num] of steps, for what takes a float: which says `float` takes a `PerStep` as well."""
     number: Any = PerStep(values, together)
@@ -128,8 +158,10 @@ def _values(number: Any) -> Any:
 
 
 def of_step(number: Any, position: int) -> Any:
-    """The number of one step, a plain float; what is no `PerStep` is that of every step."""
-    return float(number.values[position]) if isinstance(number, PerStep) else number
+    """The number of one step, a plain one, or its text; what is neither is that of every step."""
+    if isinstance(number, PerStep):
+        return number.values[position].item()
+    return number.values[position] if isinstance(number, TextPerStep) else number
 
 
 def greatest(*numbers: float) -> float:
@@ -190,6 +222,14 @@ def hypot(*numbers: Any) -> float:
     return each(found, together)
 
 
+def whole(number: Any) -> int:
+    """A count as an integer; 0 where it is not known."""
+    if isinstance(number, PerStep):
+        counts: Any = number._made(number.values.astype(np.int64))
+        return cast(int, counts)
+    return int(number or 0)
+
+
 def per_step_of(*numbers: Any) -> Together | None:
     """The steps that some of the numbers stand for; None where all are plain."""
     return next((n.together for n in numbers if isinstance(n, PerStep)), None)
@@ -209,6 +249,7 @@ def is_finite(number: Any) -> bool:
 
 __all__ = [
     "PerStep",
+    "TextPerStep",
     "Together",
     "each",
     "greatest",
@@ -219,4 +260,6 @@ __all__ = [
     "per_step_of",
     "root",
     "smallest",
+    "texts",
+    "whole",
 ]

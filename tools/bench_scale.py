@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """What reading and aligning cost as traces grow: time and memory, each in a process of its own.
 
-    python tools/bench_scale.py [--records N ...] [--align N ...] [--keep DIR] [--json FILE]
+    python tools/bench_scale.py [--records N ...] [--align N ...] [--kinds KIND ...] [--keep DIR]
 
-The traces are those of a decoder that generates token by token. One step is recorded; the records of all
-further steps go through the writer like the recorder's own: with sites, numbers, storages and producers of
-their own, and with values that differ from step to step and by rounding from trace to trace. Rows:
+The traces are those of a small transformer that is called again and again. One step is recorded; the records
+of all further steps go through the writer like the recorder's own: with sites, numbers, storages and
+producers of their own, and with values that differ from step to step and by rounding from trace to trace.
+Rows:
 
 * open: `dispatch_trace.open`;
-* align: a stats-only `align` of two such traces, and whether it imported torch;
+* same: a stats-only `align` of two such traces, and whether it imported torch;
+* once, later: the same, with a product that is off by 5 % in a step in the middle, or in all from there on;
+* decode: the same of a recorded decoder that reads a cache of keys and values, longer with each step;
 * read, compare: for two traces with so many MB of tensors each, what it takes to read all bytes of both from
   mapped files, and to compare them, each on all cores; minima of several runs, in turns.
 
-Imports are part of the time of the first two. `--keep` leaves the traces in a folder, and takes those that
+Imports are part of the time of all but the last. `--keep` leaves the traces in a folder, and takes those that
 are there.
 
 The JSON is a list of {row, records, seconds, cpu_s, peak_mb, torch, verdict, share}; of read and compare
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import subprocess
@@ -30,18 +34,27 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from bench_model import Transformer  # noqa: E402
 
 import dispatch_trace as dt  # noqa: E402
 from dispatch_trace.align.ahead import compare_ahead  # noqa: E402
 from dispatch_trace.align.lineup import pair_traces  # noqa: E402
 from dispatch_trace.align.pairs import Pairing  # noqa: E402
+from dispatch_trace.schema import Content, RawRecord, RawSlot, StepInfo, StoredRecord  # noqa: E402
+from dispatch_trace.store.writer import TraceWriter  # noqa: E402
 
 _PROGRAM = """
 import json, sys, time
@@ -67,42 +80,82 @@ print(json.dumps(compare(*sys.argv[1:])))
 """
 
 
-def build(path: Path, num_records: int, *, noise: float = 0.0) -> None:
-    """Writes a stats-only trace of at least so many records.
+class Rounded(TorchDispatchMode):
+    """Beneath a recorder: products come out off by rounding, and the third by 5 % where that is asked for."""
+
+    def __init__(self, *, noise: float, wrong: bool = False) -> None:
+        super().__init__()
+        self._noise = noise
+        self._wrong = wrong
+        self._num_products = 0
+        self._generator = torch.Generator().manual_seed(1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            self._num_products += 1
+            out = out * (1.05 if self._wrong and self._num_products == 3 else 1.0)
+            if self._noise:
+                out = out + self._noise * 2**-24 * out * torch.randn(out.shape, generator=self._generator)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of a decoder is, with the parameters before it.
+
+    Attributes:
+      header: of the trace it was recorded to.
+      records: in order.
+      values: by content.
+    """
+
+    header: dict[str, Any]
+    records: list[StoredRecord]
+    values: dict[int, torch.Tensor]
+
+    @classmethod
+    def recorded(cls, *, wrong: bool = False) -> Step:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad(), Rounded(noise=0.0, wrong=wrong):
+            model, given = Transformer(2, 16, 2).eval(), torch.randint(0, 1000, (1, 4))
+            with dt.record(Path(folder) / "step", model, save="tensors"):
+                model(given)
+            reader = dt.open(Path(folder) / "step").ranks[0]
+            values = {content.id: reader.tensor(content.id) for content in reader.contents()}
+            header = {key: value for key, value in reader.header.items() if key != "type"}
+            header["options"] = {**header["options"], "save": "stats"}
+            return cls(header, list(reader.records()), values)
+
+    @property
+    def params(self) -> list[StoredRecord]:
+        return [record for record in self.records if record.kind == "param"]
+
+
+def build(path: Path, num_records: int, *, noise: float = 0.0, wrong: str = "") -> None:
+    """Writes a stats-only trace of at least so many records, of steps that repeat.
 
     Args:
       noise: relative size of what is added to each value, in rounding errors.
+      wrong: where a product is off by 5 %, and all that comes of it: in no step, "once" or "later", which is
+        in the step in the middle or in all from there on.
     """
-    import torch
-    from bench_model import Transformer
-
-    from dispatch_trace.schema import Content, RawRecord, RawSlot, StepInfo
-    from dispatch_trace.store.writer import TraceWriter
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        step = Path(folder) / "step"
-        with torch.no_grad(), dt.record(step, Transformer(2, 16, 2).eval(), save="tensors") as recording:
-            model = next(iter(recording._models.values()))
-            model(torch.randint(0, 1000, (1, 4)))
-        reader = dt.open(step).ranks[0]
-        records = list(reader.records())
-        values = {content.id: reader.tensor(content.id) for content in reader.contents()}
-        header = {key: value for key, value in reader.header.items() if key != "type"}
-    shared = {s.content for r in records if r.kind == "param" for s in r.slots}
-    shift = 1 + max(record.seq for record in records)
-    storages = 1 + max(slot.storage for record in records for slot in record.slots)
-    params = {record.seq for record in records if record.kind == "param"}
-    fixed = {slot.storage for record in records if record.kind == "param" for slot in record.slots}
-    header["options"] = {**header["options"], "save": "stats"}
+    right, other = Step.recorded(), Step.recorded(wrong=True)
+    params = {record.seq for record in right.params}
+    shared = {slot.content for record in right.params for slot in record.slots}
+    fixed = {slot.storage for record in right.params for slot in record.slots}
+    shift = 1 + max(record.seq for record in right.records)
+    storages = 1 + max(slot.storage for record in right.records for slot in record.slots)
     generator = torch.Generator().manual_seed(1)
-    writer = TraceWriter(path, header)
-    written = number = 0
+    writer = TraceWriter(path, right.header)
+    written = number = num_wrong = 0
     known: dict[int, Content] = {}
     while written < num_records:
-        contents = dict(known)
-        for record in records:
+        is_wrong = 2 * written >= num_records and (wrong == "later" or (wrong == "once" and not num_wrong))
+        num_wrong += is_wrong
+        step, contents = other if is_wrong else right, dict(known)
+        for record in step.records:
             if number and record.seq in params:
                 continue
             slots = []
@@ -119,7 +172,7 @@ def build(path: Path, num_records: int, *, noise: float = 0.0) -> None:
                 if old.content >= 0:
                     content = contents.get(old.content)
                     if content is None:
-                        value = values[old.content]
+                        value = step.values[old.content]
                         if old.content not in shared and value.is_floating_point():
                             value = value * (1 + 0.01 * number)
                             value += noise * 2**-24 * value * torch.randn(value.shape, generator=generator)
@@ -154,9 +207,76 @@ def build(path: Path, num_records: int, *, noise: float = 0.0) -> None:
     writer.close()
 
 
+class Decoder(torch.nn.Module):
+    """Reads a token at a time, and all keys and values of those before: shapes grow from step to step."""
+
+    def __init__(self, d: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(100, d), torch.nn.Linear(d, 100)
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(d, 3 * d) for _ in range(layers))
+        self.up = torch.nn.ModuleList(torch.nn.Linear(d, 4 * d) for _ in range(layers))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(4 * d, d) for _ in range(layers))
+        self.norm = torch.nn.ModuleList(torch.nn.LayerNorm(d) for _ in range(layers))
+        self.cache: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * layers
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer, cached in enumerate(self.cache):
+            q, k, v = self.qkv[layer](self.norm[layer](x)).chunk(3, -1)
+            if cached is not None:
+                k, v = torch.cat([cached[0], k]), torch.cat([cached[1], v])
+            self.cache[layer] = k, v
+            x = x + torch.softmax(q @ k.t() / 4, -1) @ v
+            x = x + self.down[layer](torch.nn.functional.gelu(self.up[layer](x)))
+        return self.head(x)
+
+
+def build_decoding(path: Path, num_records: int, *, noise: float = 0.0) -> None:
+    """Records a decoder until there are so many records.
+
+    Args:
+      noise: of each product, in rounding errors.
+    """
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Decoder().eval()
+    with torch.no_grad(), Rounded(noise=noise), dt.record(path, model, save="stats") as recording:
+        for token in itertools.count():
+            model(torch.tensor([token % 100]))
+            if token % 64 == 0:
+                recording.flush()
+                if recording.num_records >= num_records:
+                    return
+
+
+# How traces are built, by name, and which two are aligned.
+TRACES: dict[str, Callable[[Path, int], None]] = {
+    "ref": build,
+    "target": partial(build, noise=1.0),
+    "once": partial(build, noise=1.0, wrong="once"),
+    "later": partial(build, noise=1.0, wrong="later"),
+    "decode": build_decoding,
+    "decoded": partial(build_decoding, noise=1.0),
+}
+KINDS = {
+    "same": ("ref", "target"),
+    "once": ("ref", "once"),
+    "later": ("ref", "later"),
+    "decode": ("decode", "decoded"),
+}
+
+
+def built(folder: Path, num_records: int, *names: str) -> list[Path]:
+    """Traces of so many records, built where they are not there."""
+    paths = [folder / f"{name}-{num_records}" for name in names]
+    for name, path in zip(names, paths, strict=True):
+        if not path.exists():
+            TRACES[name](path, num_records)
+    return paths
+
+
 def build_tensors(path: Path, megabytes: int, dtype: str, *, factor: float = 1.0) -> None:
     """Writes a trace that keeps so many MB of tensors, of 32 MB each."""
-    import torch
 
     class Chain(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -230,8 +350,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="What reading and aligning cost as traces grow.", epilog="See the head of this file."
     )
-    parser.add_argument("--records", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--align", type=int, nargs="*", default=[10_000, 30_000, 100_000])
+    parser.add_argument("--records", type=int, nargs="*", default=[10_000, 100_000, 300_000, 1_000_000])
+    parser.add_argument("--align", type=int, nargs="*", default=[10_000, 100_000])
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="what to align")
     parser.add_argument("--compare", type=int, default=512, help="MB of tensors a trace; 0: no such row")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], help="of these tensors")
     parser.add_argument("--keep", type=Path, help="build the traces there and leave them")
@@ -241,17 +362,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="dispatch_trace_bench_") as made:
         folder = options.keep or Path(made)
         for count in sorted({*options.records, *options.align}):
-            paths = [folder / f"ref-{count}", folder / f"target-{count}"]
-            for path, noise in zip(paths, (0.0, 1.0), strict=True):
-                if not path.exists() and (noise == 0.0 or count in options.align):
-                    build(path, count, noise=noise)
             if count in options.records:
+                (path,) = built(folder, count, "ref")
                 rows.append(
-                    {"row": "open", **min((run(_PROGRAM, "open", paths[0]) for _ in range(3)), key=_seconds)}
+                    {"row": "open", **min((run(_PROGRAM, "open", path) for _ in range(3)), key=_seconds)}
                 )
                 print(line(rows[-1]), flush=True)
-            if count in options.align:
-                rows.append({"row": "align", **run(_PROGRAM, "align", *paths)})
+            for kind in options.kinds if count in options.align else ():
+                rows.append({"row": kind, **run(_PROGRAM, "align", *built(folder, count, *KINDS[kind]))})
                 print(line(rows[-1]), flush=True)
         for dtype in options.dtypes if options.compare else ():
             paths = [folder / f"{name}-{options.compare}-{dtype}" for name in ("ref", "target")]

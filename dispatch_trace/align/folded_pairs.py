@@ -63,7 +63,7 @@ class FoldedPairs(Sequence[Pair]):
             target=None if pair.target is None else self._target.in_step(pair.target, position),
             error=of_step(pair.error, position),
             band=of_step(pair.band, position),
-            notes=list(pair.notes),
+            notes=[of_step(note, position) for note in pair.notes],
         )
 
     def kept(self, test: Callable[[Pair], bool]) -> FoldedPairs:

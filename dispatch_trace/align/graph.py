@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -165,6 +165,13 @@ class Program:
 
     def content(self, slot: StoredSlot) -> StoredContent | None:
         return self.reader.content(slot.content) if slot.content >= 0 else None
+
+    def stats(self, id: int) -> Mapping[str, float | None]:
+        """Statistics of a content by name, each a number or one a step."""
+        steps = self.reader.together(id)
+        if steps is None:
+            return self.reader.content(id).stats
+        return self.reader.per_step(id, steps).stats(steps)
 
     def edge(self, record: StoredRecord) -> StoredSlot | None:
         """The input that an edge op hands on; None for ops that compute."""

@@ -14,7 +14,7 @@ steps whose records are mixed with those of others, and what only one trace has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -76,13 +76,13 @@ class _Side:
         self.blocks = self._cut()
 
     def _cut(self) -> dict[int, _Block]:
-        """By number of the step its rows; {} where steps are mixed."""
+        """By number of the step its rows; {} where steps are mixed, or not in order."""
         if len(self.seq) < 2 or not (np.diff(self.seq) > 0).all():
             return {}
         rows = np.flatnonzero(~self.is_param)
         step = self.table.record["step"][rows]
         begins = np.flatnonzero(np.diff(step, prepend=step[:1] - 1))
-        if len(np.unique(step)) != len(begins):
+        if not (np.diff(step[begins]) > 0).all():
             return {}
         ends = np.append(begins[1:], len(rows))
         return {
@@ -191,7 +191,11 @@ class _Group:
 
 
 class FoldedReader(ReaderView):
-    """A rank in which of steps that repeat only the first shows."""
+    """A rank in which of steps that repeat only the first shows.
+
+    Attributes:
+      num_shown: records that show.
+    """
 
     def __init__(self, side: _Side, number: int, groups: Sequence[_Group]) -> None:
         """
@@ -220,6 +224,7 @@ class FoldedReader(ReaderView):
                 numbers[at] = known[key]
             self._numbers[group.steps[0]] = numbers
             known.clear()
+        self.num_shown = int(self._shown.sum())
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
         begin = 0
@@ -342,11 +347,34 @@ class Folded:
             if lost
         }
 
-    def without(self, steps: Collection[int]) -> Folded | None:
-        """The same with some steps on their own; None where too few are left."""
-        kept = [[step for step in group.steps if step not in steps] for group in self._groups]
-        kept = [group for group in kept if len(group) >= MIN_STEPS]
+    @property
+    def num_records(self) -> int:
+        """Records of both ranks."""
+        return len(self._sides[0].seq) + len(self._sides[1].seq)
+
+    @property
+    def num_shown(self) -> int:
+        """Records that show in the views."""
+        return self.ref.num_shown + self.target.num_shown
+
+    def parted(self) -> Folded | None:
+        """The same with steps that went astray apart from the others; None where none repeat any more.
+
+        Those that left the way of the first at one place stand for themselves together.
+        """
+        parts: list[list[int]] = []
+        for group in self._groups:
+            by_place: dict[int, list[int]] = defaultdict(list)
+            for step, place in zip(group.steps, group.together.parted_at.tolist(), strict=True):
+                by_place[place].append(step)
+            parts += by_place.values()
+        kept = sorted(part for part in parts if len(part) >= MIN_STEPS)
         return Folded(self._sides, kept) if kept else None
+
+    def steps(self, first: int) -> tuple[int, ...]:
+        """The steps that one of the views stands for, in order; itself where it does not repeat."""
+        group = self._by_step.get(first)
+        return (first,) if group is None else group.steps
 
     def unfolded(self, pairs: Sequence[Pair]) -> FoldedPairs:
         """The rows of all steps, in the order of the target.

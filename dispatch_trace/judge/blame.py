@@ -25,6 +25,7 @@ from dispatch_trace.judge.operands import Operands, changed_arguments
 from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites, source_of
 from dispatch_trace.judge.unfed import ELEMENTWISE, UnfedBlame
+from dispatch_trace.per_step import whole
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # Module calls that one op of the reference is spread over, from which on it stands for them all.
@@ -80,6 +81,8 @@ class Blame:
         """For a wrong leaf: a parameter, an input of the program or a constant."""
         state = self._noise.state(value)
         record = self._target.records[value[0]]
+        if record.kind == "param" or record.step != reader.step:
+            self._target.reader.lose(reader)  # steps share it, and the first that reads it is named
         evidence = self._sites.evidence(state)
         if record.kind == "param":
             return self._parameter(record, reader, state, evidence)
@@ -491,14 +494,15 @@ class Blame:
     def _nonfinite_counts(self, program: Program, slots: Iterable[StoredSlot]) -> tuple[int, int]:
         nan = inf = 0
         for slot in slots:
-            content = program.content(slot)
-            if content is None and slot.role == "in":
+            content = slot.content
+            if content < 0 and slot.role == "in":
                 for seq, index in slot.producers[-1:]:
                     if seq in program.records:
-                        content = program.content(program.records[seq].slots[index])
-            if content is not None:
-                nan += int(content.stats.get("nan") or 0)
-                inf += int(content.stats.get("posinf") or 0) + int(content.stats.get("neginf") or 0)
+                        content = program.records[seq].slots[index].content
+            if content >= 0:
+                stats = program.stats(content)
+                nan += whole(stats.get("nan"))
+                inf += whole(stats.get("posinf")) + whole(stats.get("neginf"))
         return nan, inf
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.align.summaries import EXTREME
+from dispatch_trace.per_step import of_step, texts
 from dispatch_trace.sketch import alike, cosine, norm
 
 Array = npt.NDArray[Any]
@@ -35,13 +36,23 @@ def hint_of(pairing: Pairing, link: Link, difference: Difference) -> str | None:
         )
     if pairing.comparer.layout(link.ref_content) is not None:
         return None
-    a, b = pairing.ref.reader.sketch(link.ref_content), pairing.target.reader.sketch(link.target_content)
-    if a is None or b is None or norm(a) == 0.0:
+    sides = (pairing.ref.reader, link.ref_content), (pairing.target.reader, link.target_content)
+    steps = next(filter(None, (reader.together(id) for reader, id in sides)), None)
+    if steps is None:
+        a, b = (reader.sketch(id) for reader, id in sides)
+        return _from_sketches(a, b, difference.rho)
+    ours, theirs = (reader.per_step(id, steps).sketches() for reader, id in sides)
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return texts([_from_sketches(a, b, of_step(difference.rho, at)) for at, (a, b) in pairs])
+
+
+def _from_sketches(ref: Array | None, target: Array | None, rho: float) -> str | None:
+    if ref is None or target is None or norm(ref) == 0.0:
         return None
-    ratio = multiple_of(a, b, difference.rho)
+    ratio = multiple_of(ref, target, rho)
     if ratio is not None and ratio > 0:
         return f"scaled by about {ratio:.4g}"
-    flipped = cosine(a, b) < -0.999 and abs(norm(b) / norm(a) - 1.0) < 0.05
+    flipped = cosine(ref, target) < -0.999 and abs(norm(target) / norm(ref) - 1.0) < 0.05
     return "sign flipped" if flipped else None
 
 

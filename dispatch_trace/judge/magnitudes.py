@@ -75,9 +75,8 @@ class Magnitudes:
         return found
 
     def _measure(self, id: int) -> Magnitude:
-        steps = self._program.reader.together(id)
-        if steps is not None:
-            found = magnitude_from(self._program.reader.per_step(id, steps).stats(steps))
+        if self._program.reader.together(id) is not None:
+            found = magnitude_from(self._program.stats(id))
             return Magnitude(None, n=found.n) if found.top >= EXTREME else found
         content = self._program.reader.content(id)
         found = magnitude_of(content)

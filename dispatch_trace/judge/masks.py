@@ -9,6 +9,7 @@ from __future__ import annotations
 from dispatch_trace.align.graph import Program
 from dispatch_trace.align.pairs import Pairing, paired_slots
 from dispatch_trace.align.summaries import EXTREME
+from dispatch_trace.per_step import whole
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # Scores are added to masks, and are nothing beside them.
@@ -55,10 +56,9 @@ def _fed_other_masks(
 
 def _masks(program: Program, slot: StoredSlot) -> tuple[float, ...] | None:
     """How many elements are infinite, and the ends of the range where they are as large as masks."""
-    content = program.content(slot)
-    if content is None:
+    if slot.content < 0:
         return None
-    stats = content.stats
-    ends = [stats.get(name) or 0.0 for name in ("min", "max")]
+    stats = program.stats(slot.content)
+    ends = [0.0 if end is None else end for end in map(stats.get, ("min", "max"))]
     large = (end if abs(end) >= EXTREME else 0.0 for end in ends)
-    return (stats.get("posinf") or 0, stats.get("neginf") or 0, *large)
+    return (whole(stats.get("posinf")), whole(stats.get("neginf")), *large)

@@ -8,7 +8,7 @@ inferred, and only what is typical is granted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from dispatch_trace.align.content import Comparer, Difference
 from dispatch_trace.align.graph import Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.metrics import unit_roundoff
+from dispatch_trace.per_step import Together, of_step, texts
 from dispatch_trace.schema import StoredContent, StoredRecord
 from dispatch_trace.sketch import alike, cosine
 
@@ -51,6 +52,9 @@ def grid_between(
     """The same of two contents, and how they differ."""
     if not difference.known or difference.nonfinite or not 0 < difference.rho < 0.5:
         return None
+    steps = comparer.ref.together(ref_content) or comparer.target.together(target_content)
+    if steps is not None:
+        return _grids(comparer, ref_content, target_content, difference, steps)
     a, b = comparer.ref.content(ref_content), comparer.target.content(target_content)
     if dtype_class(a.dtype) != "f" or dtype_class(b.dtype) != "f":
         return None
@@ -61,6 +65,26 @@ def grid_between(
         return grid_of(ref.reshape(target.shape), target, unit_roundoff(b.dtype))
     sketches = comparer.ref.sketch(ref_content), comparer.target.sketch(target_content)
     return _from_statistics(a, b, sketches, difference)
+
+
+def _grids(
+    comparer: Comparer, ref_content: int, target_content: int, difference: Difference, steps: Together
+) -> str | None:
+    """`grid_between` of contents of several steps, which have no data."""
+    ours, theirs = comparer.ref.per_step(ref_content, steps), comparer.target.per_step(target_content, steps)
+    if dtype_class(ours.first.dtype) != "f" or dtype_class(theirs.first.dtype) != "f":
+        return None
+    found = [
+        _from_statistics(*contents, sketches, replace(difference, rho=of_step(difference.rho, at)))
+        for at, (contents, sketches) in enumerate(
+            zip(
+                zip(ours.contents(), theirs.contents(), strict=True),
+                zip(ours.sketches(), theirs.sketches(), strict=True),
+                strict=True,
+            )
+        )
+    ]
+    return texts(found) if steps.decide(np.array([text is not None for text in found])) else None
 
 
 def grid_of(ref: Array, target: Array, roundoff: float) -> str | None:

@@ -9,6 +9,7 @@ from dispatch_trace.align.graph import Call, Program, Value
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.hints import hint_of
 from dispatch_trace.judge.noise import NoisePass, State
+from dispatch_trace.per_step import greatest
 from dispatch_trace.schema import NO_CALL, StoredRecord
 
 
@@ -50,7 +51,7 @@ class Sites:
         record = self._target.records[state.link.target[0]]
         if record.kind != "op":
             return 0.0
-        return max((self._noise.slot_noise(record, s)[0] for s in self._target.inputs(record)), default=0.0)
+        return greatest(0.0, *(self._noise.slot_noise(record, s)[0] for s in self._target.inputs(record)))
 
     def finding(
         self,

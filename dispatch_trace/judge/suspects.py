@@ -110,6 +110,7 @@ class Suspects:
                 "elements": [changed.num_changed, changed.num_elements],
             }
             reader = changed.reader
+            self._target.reader.lose(reader)
             finding = self._blame.sites.finding(reader, reader.op, "suspect", evidence, None)
             hint = "differs by more than a change of dtype explains; its effect is within the noise"
             found.append((reader.seq, replace(finding, hint=hint)))

@@ -159,6 +159,10 @@ class ContentTable:
         frame = int(np.searchsorted(self._ends, place, side="right")) - 1
         return int(self._firsts[frame] + place - self._ends[frame])
 
+    def content(self, place: int) -> StoredContent:
+        """The content in a row."""
+        return self._reader.content(self.id_of(place))
+
     def stat(self, name: str, places: Numbers) -> npt.NDArray[np.float64]:
         """One statistic of some contents, NaN where undefined."""
         found: npt.NDArray[np.float64] = self.stats[places, _AT[name]]
@@ -212,6 +216,19 @@ class StepContents:
     def has_hash_of(self, other: StepContents) -> npt.NDArray[np.bool_]:
         """[num steps], whether both have the same hash there."""
         return same_hash(self.table, self.places, other.table, other.places)
+
+    def contents(self) -> list[StoredContent]:
+        """[num steps], that of each."""
+        return [self.table.content(place) for place in self.places.tolist()]
+
+    def sketches(self) -> list[npt.NDArray[np.float32] | None]:
+        """[num steps], the sketch of each, None where none was taken."""
+        has_sketch = self.table.has_sketch[self.places]
+        found: list[npt.NDArray[np.float32] | None] = [None] * len(self.places)
+        rows = self.table.sketches(self.places[has_sketch])
+        for at, row in zip(np.flatnonzero(has_sketch).tolist(), rows, strict=True):
+            found[at] = row
+        return found
 
     def stats(self, steps: Together) -> dict[str, float | None]:
         """The statistics, by name; a plain number where all steps have the same."""
