@@ -77,7 +77,7 @@ def pair_traces(
             steps,
             unpaired=unpaired_steps(ref, target, steps),
         )
-        pairing.weights = find_structure(
+        pairing.weights, pairing.unions = find_structure(
             pairing.ref, pairing.target, pairing.comparer, models, renames, pairing.notices
         )
         pairing.reordered = find_reordered(

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from dispatch_trace.align.canon import dtype_class, family, is_factory, short
+from dispatch_trace.align.canon import dtype_class, is_factory, short
 from dispatch_trace.align.carried import carry_layouts
 from dispatch_trace.align.content import Comparer, Layout, same_class
 from dispatch_trace.align.graph import Origin, Program, Value
 from dispatch_trace.align.pairs import Link, Pairing, module_slots, paired_slots, same_path
+from dispatch_trace.align.weights import products
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 
@@ -68,13 +69,13 @@ def _link_weights(pairing: Pairing) -> None:
         if not same_class(parts[0].slots[0].dtype, target.slots[0].dtype):
             continue
         places, layout = [(part.seq, 0) for part in parts], pair.layout
-        ours = _products(pairing.target, (target.seq, 0))
+        ours = products(pairing.target, (target.seq, 0))
         if layout is not None and returned.intersection(ours):
             layout = layout.in_order  # nothing behind an output puts it in order again
         _link_layout(pairing, places, (target.seq, 0), layout, "param")
         if layout is None or layout.is_plain:
             continue
-        readers = [_products(pairing.ref, place) for place in places]
+        readers = [products(pairing.ref, place) for place in places]
         if any(len(found) != len(ours) for found in readers):
             continue
         for made, *theirs in zip(ours, *readers, strict=True):
@@ -97,17 +98,6 @@ def _returned(program: Program) -> set[Value]:
         if slot.role == "out" and slot.is_tensor
         for origin in program.origins(call.record, slot)
     }
-
-
-def _products(program: Program, weight: Value) -> list[Value]:
-    """What linear ops make of a weight, in order."""
-    found = []
-    for seq, _ in program.consumers.get(weight, ()):
-        record = program.records[seq]
-        outputs = program.outputs(record)
-        if family(record.op) == "linear" and len(outputs) == 1 and len(outputs[0].shape) > 1:
-            found.append((seq, outputs[0].index))
-    return found
 
 
 def _link_layout(

@@ -24,6 +24,7 @@ from dispatch_trace.align.modules import Renames
 from dispatch_trace.align.ops import OpPair, scalars
 from dispatch_trace.align.siblings import Reordered
 from dispatch_trace.align.steps import StepPlan
+from dispatch_trace.align.unions import Union
 from dispatch_trace.align.weights import WeightPair
 from dispatch_trace.per_step import Together
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -101,6 +102,7 @@ class Pairing:
       unpaired: numbers of steps that only the reference, and only the target, has.
       weights: parameters that pair by content, where names say nothing.
       reordered: lists of modules that the target holds in another order.
+      unions: values that hold the same numbers, where nothing tells in which order.
       notices: what people should know of it.
       redrawn: recomputed ops of the target that alone draw other random numbers than its forward pass did.
       recorded: of runs in float64: the pairing of the recorded ones.
@@ -125,6 +127,7 @@ class Pairing:
     unpaired: tuple[list[int], list[int]] = ([], [])
     weights: list[WeightPair] = field(default_factory=list)
     reordered: list[Reordered] = field(default_factory=list)
+    unions: list[Union] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     redrawn: frozenset[int] = frozenset()
     recorded: Pairing | None = None

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dispatch_trace.align.content import Comparer, Layout
 from dispatch_trace.align.graph import Program
 from dispatch_trace.align.modules import Renames
+from dispatch_trace.align.unions import Union, find_unions
 from dispatch_trace.align.weights import NUMBER, WeightPair, pair_weights
 from dispatch_trace.schema import StoredRecord
 
@@ -146,19 +147,19 @@ def find_structure(
     models: Mapping[str, str],
     renames: Renames,
     notices: list[str],
-) -> list[WeightPair]:
+) -> tuple[list[WeightPair], list[Union]]:
     """Pairs modules and parameters that neither paths nor rules pair; nothing where those suffice.
 
     Args:
       renames: takes the module pairs (`Renames.found`).
       notices: takes what people should know.
-    Returns: parameters that pair by content.
+    Returns: parameters that pair by content; values that hold the same numbers in an order not known.
     """
     theirs, ours = ({call.path for call in program.calls.values()} for program in (ref, target))
     pinned = {path: renames.by_rule(path) for path in theirs if renames.by_rule(path) in ours}
     lone = len(theirs) - len(pinned), len(ours) - len(set(pinned.values()))
     if not all(lone) or not models:
-        return []
+        return [], []
     if not renames and len(pinned) <= _FEW * min(len(theirs), len(ours)):
         pinned = {path: new for path, new in pinned.items() if not path}  # names agree by chance
     taken = set()
@@ -168,7 +169,8 @@ def find_structure(
             taken |= {(0, versions[0].seq), (1, named[0].seq)}
     weights = pair_weights(ref, target, comparer, taken, notices)
     renames.found = pair_modules(theirs, ours, weights, pinned) | pinned
-    return weights + pair_roles(ref, target, weights, renames.found, taken)
+    weights += pair_roles(ref, target, weights, renames.found, taken)
+    return weights, find_unions(ref, target, comparer, renames.found, weights, taken)
 
 
 def pair_roles(

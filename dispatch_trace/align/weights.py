@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.align.canon import dtype_class, family
 from dispatch_trace.align.content import OWN, ZEROS, Comparer, Layout
-from dispatch_trace.align.graph import Program
+from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.metrics import coarser, round_to
 from dispatch_trace.schema import StoredRecord
 from dispatch_trace.sketch import alike
@@ -351,3 +351,14 @@ def _fill(places: list[tuple[int, int, int]], sizes: Mapping[int, int]) -> None:
                 if 0 <= number + step < sizes[seq] and (seq, number + step) not in used:
                     places[i] = seq, axis, number + step
                     used.add((seq, number + step))
+
+
+def products(program: Program, weight: Value) -> list[Value]:
+    """What linear ops make of a weight, in order."""
+    found = []
+    for seq, _ in program.consumers.get(weight, ()):
+        record = program.records[seq]
+        outputs = program.outputs(record)
+        if family(record.op) == "linear" and len(outputs) == 1 and len(outputs[0].shape) > 1:
+            found.append((seq, outputs[0].index))
+    return found

@@ -22,6 +22,7 @@ from dispatch_trace.judge.masks import masked_otherwise
 from dispatch_trace.judge.modules import ModuleBlame
 from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.judge.operands import Operands, changed_arguments
+from dispatch_trace.judge.packed import PackedBlame
 from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites, source_of
 from dispatch_trace.judge.unfed import ELEMENTWISE, UnfedBlame
@@ -49,6 +50,7 @@ class Blame:
         self._ref_has_ops = any(record.kind == "op" for record in self._ref.records.values())
         self._modules_only = ModuleBlame(noise, self._sites)
         self._unfed = UnfedBlame(noise, self._sites)
+        self._packed = PackedBlame(noise, self._sites)
 
     # Entry points -----------------------------------------------------------------------------------
 
@@ -74,8 +76,10 @@ class Blame:
         ):
             found = rule(region, state)
             if found is not None:
-                return found
-        return self._replaced(region, state)
+                break
+        else:
+            found = self._replaced(region, state)
+        return self._packed.instead(found, region, state)
 
     def leaf(self, value: Value, reader: StoredRecord) -> Finding:
         """For a wrong leaf: a parameter, an input of the program or a constant."""
@@ -420,7 +424,9 @@ class Blame:
             return self._sites.finding(
                 around_all(calls), None, "structure", evidence, state, where=region.target
             )
-        chosen = next((r for r in candidates if not self._regions.has_twin(r, region)), region.target)
+        lacking = [r for r in candidates if not self._regions.has_twin(r, region)]
+        # What right values are made of as well, as one table of angles is in every layer, is right itself.
+        chosen = next((r for r in lacking if not self._leads_elsewhere(r)), region.target)
         return self._sites.finding(chosen, chosen.op, "structure", evidence, state)
 
     def _changed_alongside(self, region: Region, evidence: dict[str, Any], state: State) -> Finding | None:

@@ -24,6 +24,8 @@ def hint_of(pairing: Pairing, link: Link, difference: Difference) -> str | None:
     """A cause that fits the difference of a link, or None."""
     if not difference.known or difference.equal or difference.nonfinite:
         return None
+    if difference.method == "figures":
+        return None
     if difference.method == "data":
         ref = pairing.comparer.array(True, link.ref_content)
         target = pairing.comparer.array(False, link.target_content)

@@ -23,7 +23,7 @@ from dispatch_trace.align.summaries import EXTREME, SKETCH_FLOOR
 from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.alone import Siblings
-from dispatch_trace.judge.estimates import ACCUMULATOR, gains_of, own_noise, roundoff
+from dispatch_trace.judge.estimates import ACCUMULATOR, DEVIATIONS, ROUNDED, gains_of, own_noise, roundoff
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.judge.twin_keys import recording
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -33,9 +33,6 @@ from dispatch_trace.store.reader import RankReader
 # Error as a whole, in units of tau; correct rounding alone makes 0.42, one unit too many 1.5.
 WHOLE = 1.25
 NATIVE = 3.0
-# Standard deviations of a scale or an offset that rounding makes: 0.42 tau / sqrt(n_eff) each.
-DEVIATIONS = 8.0
-ROUNDED = 0.42
 # What two sound kernels of a function compute with differs by 0.25 units on average (GELU, float32).
 BIAS = 1.0
 WORST = 8.0

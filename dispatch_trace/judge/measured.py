@@ -1,55 +1,21 @@
-"""What statistics alone tell of two values: how far they are apart at least.
+"""What is said of values of which there are only statistics, or only arguments.
 
 Some dumps hold figures of a tensor and nothing else. Two tensors of equal figures may be anything; two of
-other figures are certainly apart, by what the triangle inequality leaves: the norm of a difference is at
-least the difference of norms, at least sqrt(n) times that of means, and no element moves the maximum by
-more than itself.
+other figures are certainly apart.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 
 from dispatch_trace.align.pairs import Pairing, module_slots
+from dispatch_trace.judge.figures import apart_at_least
 from dispatch_trace.judge.operands import changed_arguments
-from dispatch_trace.schema import NO_CALL, StoredContent, StoredRecord, StoredSlot
+from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 
 # Below this what is apart may be rounding: figures are taken in float32, values in bfloat16.
 _APART = 0.02
-
-
-def apart_at_least(ref: StoredContent, target: StoredContent) -> float:
-    """A lower bound of ||target - ref|| / ||ref||, from statistics; 0 where they tell nothing.
-
-    Norms are L2; where no bound of it is known but sums of magnitudes are, L1.
-
-    Args:
-      ref, target: of one shape.
-    """
-    a, b = ref.stats, target.stats
-    n = math.prod(ref.shape)
-    if not a or not b or ref.shape != target.shape or n <= 0 or any(size < 0 for size in ref.shape):
-        return 0.0
-    bounds = [0.0]
-    norms = _root(a.get("sq_sum")), _root(b.get("sq_sum"))
-    if norms[0] is not None and norms[1] is not None:
-        bounds.append(abs(norms[1] - norms[0]))
-    for name, share in (("sum", math.sqrt(n)), ("abs_sum", math.sqrt(n)), ("min", 1.0), ("max", 1.0)):
-        first, second = a.get(name), b.get(name)
-        if first is not None and second is not None:
-            bounds.append(abs(float(second) - float(first)) / share)
-    size = norms[0]
-    sums = a.get("abs_sum"), b.get("abs_sum")
-    if size is None and a.get("min") is None and sums[0] and sums[1] is not None:
-        return abs(float(sums[1]) - float(sums[0])) / float(sums[0])
-    if size is None:  # an upper bound of it keeps the quotient a lower one
-        extremes = [abs(float(v)) for v in (a.get("min"), a.get("max")) if v is not None]
-        if len(extremes) < 2:
-            return 0.0
-        size = max(extremes) * math.sqrt(n)
-    return max(bounds) / size if size else 0.0
 
 
 def figures_notices(pairing: Pairing) -> list[str]:
@@ -113,7 +79,3 @@ def argument_notices(pairing: Pairing) -> list[str]:
                 f"first op that got other arguments: {name} {value}"
             ]
     return []
-
-
-def _root(value: float | int | None) -> float | None:
-    return None if value is None else math.sqrt(max(float(value), 0.0))

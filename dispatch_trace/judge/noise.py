@@ -21,6 +21,7 @@ from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, own_noise, roundoff
 from dispatch_trace.judge.magnitudes import Magnitudes
 from dispatch_trace.judge.quantised import Codes, codes_of, quantisation_noise
+from dispatch_trace.judge.unordered import Unordered
 from dispatch_trace.per_step import (
     greatest,
     hypot,
@@ -61,6 +62,7 @@ class State:
       flags: what had to be granted to explain it: ("cast", seq), ("ill", seq), ("flip", seq).
       notes: in words ("int8 grid, RMSE/step 0.288").
       elsewhere: explained by a value of the reference that no link names.
+      alike: holds the reference's numbers as far as figures tell, in an order that they do not tell.
     """
 
     rho: float | None = None
@@ -75,6 +77,7 @@ class State:
     flags: frozenset[tuple[str, int]] = frozenset()
     notes: tuple[str, ...] = ()
     elsewhere: bool = False
+    alike: bool = False
 
     @property
     def wrong(self) -> bool:
@@ -108,6 +111,7 @@ class NoisePass:
       states: by value of the target; leaves are added when first asked for.
       codes: integer leaves of the target that stand for float weights of the reference.
       flow: what modules of the target read that recorded no inputs.
+      unordered: what is known of values that hold the reference's numbers in an order not known.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class NoisePass:
         self.sizes = Magnitudes(pairing.target, pairing.comparer, ref_side=False)
         self.codes: dict[Value, Codes] = {}
         self.flow = Flow(pairing)
+        self.unordered = Unordered(pairing)
         self._ref_noise: dict[Value, float] = {}
         self._borders: dict[tuple[int, Call], float] = {}
         self._measured: dict[Value, bool] = {}
@@ -217,6 +222,8 @@ class NoisePass:
             flags=frozenset(budget.flags),
         )
         if found is None:
+            limit = self.band(budget.clean if budget.tainted else budget.full)
+            self._judge_unordered(value, state, limit)
             return state
         link, difference = found
         state.link, state.difference, state.rho = link, difference, difference.rho
@@ -355,7 +362,9 @@ class NoisePass:
         links = self.pairing.links.get(value, ())
         found = self.best(links)
         if found is None:
-            return self._judge_codes(value)
+            state = self._judge_codes(value)
+            self._judge_unordered(value, state, self.unordered.rounding(value))
+            return state
         link, difference = found
         state = State(
             rho=difference.rho, link=link, difference=difference, noise=difference.rho, clean=difference.rho
@@ -379,6 +388,19 @@ class NoisePass:
             state.noise = difference.rho if is_finite(difference.rho) else 1.0
             state.clean = 0.0
         return state
+
+    def _judge_unordered(self, value: Value, state: State, limit: float) -> None:
+        """For a value in no order that is known: whether it is certainly wrong."""
+        found = None if self.exact else self.unordered.measure(value)
+        if found is None:
+            return
+        link, difference = found
+        limit = self.floored(hypot(limit, self.band(self._ref_noise.get(link.ref, 0.0), difference)), link)
+        state.alike = within(difference, limit)
+        if not state.alike:
+            state.link, state.difference, state.rho = link, difference, difference.rho
+            state.limit, state.explained = limit, False
+            state.noise = difference.rho
 
     def _judge_codes(self, value: Value) -> State:
         """A leaf without counterpart: if it holds the codes of a quantised weight, their noise is known."""

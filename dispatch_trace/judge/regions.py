@@ -73,7 +73,8 @@ class Regions:
         def opaque(value: Value) -> bool:
             if self._pairing.plan is not None and self._target.records[value[0]].step != record.step:
                 return False  # an earlier step answers for itself: it was compared with a step of its own
-            return self._noise.state(value).explained is None and not self._target.is_leaf(value)
+            state = self._noise.state(value)
+            return state.explained is None and not state.alike and not self._target.is_leaf(value)
 
         between = _walk(self._target, record, opaque, slots)
         region.only_target = [r for r in between if r.seq not in self._pairing.ops]
@@ -83,6 +84,9 @@ class Regions:
         self, record: StoredRecord, slots: Iterable[StoredSlot] | None = None
     ) -> list[StoredRecord]:
         def opaque(value: Value) -> bool:
+            opposite = self._noise.unordered.opposite(value)
+            if opposite and all(self._noise.state(other).alike for other in opposite):
+                return False
             return not self._ref.is_leaf(value) and not self._noise.stands_for(value)
 
         return _walk(self._ref, record, opaque, slots)
