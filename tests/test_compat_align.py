@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch.utils._debug_mode import DebugMode
 
 import dispatch_trace as dt
+from dispatch_trace.align.figures import apart_at_least
 from dispatch_trace.compat.convert import convert
-from dispatch_trace.judge.figures import apart_at_least
 from dispatch_trace.schema import StoredContent
 from dispatch_trace.stats import accumulate
 

@@ -11,6 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_ports import keys_and_values_swapped, other, packed_by_projection, scaled
+from test_ports_experts import (
+    ORDER,
+    Other,
+    mixtral,
+    one_expert_wrong,
+    other_activation,
+    port_of,
+    rows_of_the_router_alone,
+)
 from torch import nn
 
 import dispatch_trace as dt
@@ -127,3 +136,54 @@ def test_the_reference_may_be_the_one_that_is_fused(
     first = alignment.first
     assert alignment.verdict == "diverged" and first is not None, alignment.reasons
     assert first.module == f"model.layers.1.{path}", first
+
+
+MIXTURES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "stacked": lambda model: model,
+    "modules": lambda model: port_of(model, torch.arange(4)),
+    "masked": lambda model: Other(port_of(model, torch.arange(4))),
+}
+
+
+def align_mixtures(
+    folder: Path, name: str, dtype: torch.dtype, change: Callable[[Any], None] | None = None
+) -> dt.Alignment:
+    """A mixture against a port that holds its experts in another order, where the change is made."""
+    model = mixtral()
+    port = port_of(model, ORDER)
+    ids = ports.token_ids()
+    with torch.no_grad():
+        if change is not None:
+            change(port)
+        port.to(dtype)
+        for path, each in (("ref", MIXTURES[name](model)), ("target", port)):
+            with dt.record(folder / path, each, save="stats"):
+                each(ids)
+    return dt.align(folder / "ref", folder / "target")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(MIXTURES))
+def test_mixtures_in_another_order_match(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    alignment = align_mixtures(tmp_path, name, dtype)
+    assert alignment.verdict == "match", (alignment.reasons, alignment.first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "change", "module"),
+    [
+        ("modules", one_expert_wrong, "tower.1.feed.crowd.1.out"),
+        ("modules", other_activation, "tower.1.feed.crowd.1"),
+        # which of them it is takes the data of both
+        ("stacked", one_expert_wrong, "tower.1.feed"),
+        ("stacked", other_activation, "tower.1.feed"),
+        ("stacked", rows_of_the_router_alone, "tower.1.feed"),
+        ("masked", one_expert_wrong, "tower.1.feed"),
+    ],
+)
+def test_a_router_is_not_blamed_for_a_fault_in_experts_in_another_order(
+    name: str, change: Callable[[Any], None], module: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    first = align_mixtures(tmp_path, name, dtype, change).first
+    assert first is not None and first.module == module, first

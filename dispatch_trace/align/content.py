@@ -128,6 +128,7 @@ class Layout:
         is padded with something else and not compared.
       numbers: the values are places along such an axis themselves (what a top-k chose).
       rows: the place of each row in the reference, where the first dim is in another order besides.
+      ordered: False where the order is not known; the index then only counts.
 
     Weights of more than two dims that are laid out along their first count as matrices of all their rows.
     """
@@ -139,10 +140,13 @@ class Layout:
     index: tuple[int, ...]
     numbers: bool = False
     rows: tuple[int, ...] = ()
+    ordered: bool = True
 
     @property
     def transform(self) -> str:
         """In words, for people."""
+        if not self.ordered:
+            return "in an order not known"
         if self.numbers:
             return "numbers of places in another order"
         words = []
@@ -165,7 +169,7 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Whether one value is laid out in its own order, transposed or not."""
-        return len(self.parts) == 1 and self.index == tuple(range(self.sizes[0]))
+        return self.ordered and len(self.parts) == 1 and self.index == tuple(range(self.sizes[0]))
 
     @property
     def in_order(self) -> Layout:
@@ -333,7 +337,7 @@ class Comparer:
 
     def _compare_layout(self, ref_id: int, target_id: int) -> Difference:
         ref, target = self.array(True, ref_id), self.whole(False, target_id)
-        if ref is None or target is None:
+        if ref is None or target is None or not self._layouts[ref_id].ordered:
             return unknown("the values are laid out otherwise, and that takes the data of both")
         if ref.size != target.size:
             return unknown(f"shapes differ: {list(ref.shape)} against {list(target.shape)}")

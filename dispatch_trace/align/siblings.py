@@ -8,31 +8,29 @@ it taken for one; a list alone in another order is a bug.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from dispatch_trace.align.canon import dtype_class
 from dispatch_trace.align.content import Comparer, Layout
+from dispatch_trace.align.figures import figures_apart, joined_figures, rounding_apart
 from dispatch_trace.align.graph import Call, Program
 from dispatch_trace.align.modules import Renames
 from dispatch_trace.align.ops import Element
 from dispatch_trace.align.orders import Order, order_of
 from dispatch_trace.align.weights import WeightPair
-from dispatch_trace.metrics import coarser, round_to
-from dispatch_trace.schema import StoredRecord
+from dispatch_trace.metrics import coarser, round_to, unit_roundoff
+from dispatch_trace.schema import StoredContent, StoredRecord
 from dispatch_trace.sketch import alike
 
 _CHILD = re.compile(r"(.+)\.(\d+)")
 # Weights are one weight, rounded, up to this distance of their sketches.
 _NEAR = 0.02
-# Moments of the same elements in other places agree up to rounding of the sums.
-_SAME = 1e-9
 
 Labels: TypeAlias = tuple[frozenset[int], ...]
 _NONE: frozenset[int] = frozenset()
@@ -259,23 +257,20 @@ def _rows(comparer: Comparer, ref: StoredRecord, target: StoredRecord, order: Or
     first, second = comparer.array(True, a.content), comparer.array(False, b.content)
     if first is None or second is None:
         known = comparer.ref.content(a.content), comparer.target.content(b.content)
-        return (
-            order
-            if known[0].hash != known[1].hash and _same_moments(known[0].stats, known[1].stats)
-            else None
-        )
+        return order if known[0].hash != known[1].hash and _same_figures(*known) else None
     if a.dtype != b.dtype and dtype_class(a.dtype) == dtype_class(b.dtype) == "f":
         common = coarser(a.dtype, b.dtype)
         first, second = round_to(first, common), round_to(second, common)
     return order_of(first, second)
 
 
-def _same_moments(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two tensors may hold the same elements in other places."""
-    if not all(stats.get(name) for stats in (a, b) for name in ("abs_sum", "sq_sum")):
+def _same_figures(a: StoredContent, b: StoredContent) -> bool:
+    """Whether two tensors may hold the same elements in other places, rounded in one of them."""
+    first, second = joined_figures([a]), joined_figures([b])
+    if first is None or second is None or first["n"] != second["n"] or not first["sq_sum"]:
         return False
-    same = all(a.get(name) == b.get(name) for name in ("n", "min", "max"))
-    return same and all(math.isclose(a[name], b[name], rel_tol=_SAME) for name in ("abs_sum", "sq_sum"))
+    limit = rounding_apart(second, max(unit_roundoff(a.dtype), unit_roundoff(b.dtype)))
+    return figures_apart(first, second, int(first["n"])) <= limit
 
 
 # Bodies of callers ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dispatch_trace.align.content import Comparer, Layout
 from dispatch_trace.align.graph import Program
 from dispatch_trace.align.modules import Renames
-from dispatch_trace.align.unions import Union, find_unions
+from dispatch_trace.align.unions import Gathering, Union
 from dispatch_trace.align.weights import NUMBER, WeightPair, pair_weights
 from dispatch_trace.schema import StoredRecord
 
@@ -26,6 +26,7 @@ def pair_modules(
     target_paths: Collection[str],
     weights: Iterable[WeightPair],
     pinned: Mapping[str, str],
+    alike: Iterable[tuple[str, str]] = (),
 ) -> dict[str, str]:
     """Paths of the reference to paths of the target.
 
@@ -33,6 +34,7 @@ def pair_modules(
       ref_paths, target_paths: of modules that are called.
       weights: parameters that belong together.
       pinned: pairs that are known: by rule or by name.
+      alike: paths, of both sides, that hold the same numbers.
     """
     to_target: dict[str, set[str]] = defaultdict(set)
     to_ref: dict[str, set[str]] = defaultdict(set)
@@ -40,7 +42,7 @@ def pair_modules(
         for part in pair.ref:
             to_target[part.module].add(pair.target.module)
             to_ref[pair.target.module].add(part.module)
-    for old, new in pinned.items():
+    for old, new in [*pinned.items(), *alike]:
         to_target[old].add(new)
         to_ref[new].add(old)
     up = _gathered(to_target, ref_paths)
@@ -168,9 +170,13 @@ def find_structure(
         if named and (path in pinned or path not in theirs):
             taken |= {(0, versions[0].seq), (1, named[0].seq)}
     weights = pair_weights(ref, target, comparer, taken, notices)
-    renames.found = pair_modules(theirs, ours, weights, pinned) | pinned
-    weights += pair_roles(ref, target, weights, renames.found, taken)
-    return weights, find_unions(ref, target, comparer, renames.found, weights, taken)
+    gathering = Gathering(ref, target, comparer, weights, taken)
+    alike = gathering.by_figures()
+    renames.found = pair_modules(theirs, ours, weights, pinned, alike) | pinned
+    gathering.by_place(renames.found)
+    weights += gathering.routers()
+    taken |= gathering.taken()
+    return weights + pair_roles(ref, target, weights, renames.found, taken), gathering.unions()
 
 
 def pair_roles(

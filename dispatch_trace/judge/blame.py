@@ -50,7 +50,7 @@ class Blame:
         self._ref_has_ops = any(record.kind == "op" for record in self._ref.records.values())
         self._modules_only = ModuleBlame(noise, self._sites)
         self._unfed = UnfedBlame(noise, self._sites)
-        self._packed = PackedBlame(noise, self._sites)
+        self._packed = PackedBlame(noise, self._sites, self._regions)
 
     # Entry points -----------------------------------------------------------------------------------
 
@@ -89,7 +89,8 @@ class Blame:
             self._target.reader.lose(reader)  # steps share it, and the first that reads it is named
         evidence = self._sites.evidence(state)
         if record.kind == "param":
-            return self._parameter(record, reader, state, evidence)
+            several = self._packed.one_of_several(value, reader, state)
+            return several or self._parameter(record, reader, state, evidence)
         seat = self._program_input(value)
         if seat is not None:
             evidence["input"] = seat[1].name
@@ -182,7 +183,7 @@ class Blame:
         heavy = [
             record
             for record in region.only_target
-            if family(record.op) not in ELEMENTWISE and not self._leads_elsewhere(record)
+            if family(record.op) not in ELEMENTWISE and not self._regions.leads_elsewhere(record)
         ]
         calls = [self._target.call_of(record) for record in heavy or [region.target]]
         seat = around_all(calls)
@@ -192,23 +193,6 @@ class Blame:
         beneath = [chain[chain.index(seat) - 1] for chain in chains if seat in chain and chain[0] is not seat]
         evidence["candidates"] = list(dict.fromkeys(call.path for call in beneath))[:_MAX_NAMED]
         return self._sites.finding(seat, None, "introduced", evidence, state, where=region.target)
-
-    def _leads_elsewhere(self, record: StoredRecord) -> bool:
-        """Whether what an op made also went into a value that was found right."""
-        todo = [(record.seq, slot.index) for slot in self._target.outputs(record)]
-        seen = set(todo)
-        while todo:
-            for seq, _ in self._target.consumers.get(todo.pop(), ()):
-                for slot in self._target.outputs(self._target.records[seq]):
-                    value = (seq, slot.index)
-                    found = self._noise.states.get(value)
-                    if found is not None and found.difference is not None:
-                        if found.explained:
-                            return True
-                    elif value not in seen:
-                        seen.add(value)
-                        todo.append(value)
-        return False
 
     # Rules, in order --------------------------------------------------------------------------------
 
@@ -426,7 +410,10 @@ class Blame:
             )
         lacking = [r for r in candidates if not self._regions.has_twin(r, region)]
         # What right values are made of as well, as one table of angles is in every layer, is right itself.
-        chosen = next((r for r in lacking if not self._leads_elsewhere(r)), region.target)
+        chosen = next((r for r in lacking if not self._regions.leads_elsewhere(r)), region.target)
+        if len(calls) >= _MANY_CALLS and self._target.call_of(chosen) is around_all(calls):
+            evidence["candidates"] = [call.path for call in calls][:_MAX_NAMED]
+            return self._sites.finding(chosen, None, "structure", evidence, state)
         return self._sites.finding(chosen, chosen.op, "structure", evidence, state)
 
     def _changed_alongside(self, region: Region, evidence: dict[str, Any], state: State) -> Finding | None:

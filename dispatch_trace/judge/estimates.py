@@ -21,9 +21,6 @@ from dispatch_trace.schema import StoredRecord, StoredSlot
 # A difference is noise up to C times the estimate: benign changes stayed at 0.6 of it (BLAME.md section 4).
 C = 2.5
 ACCUMULATOR = 2.0**-24
-# Standard deviations of a scale or an offset that rounding makes: 0.42 tau / sqrt(n_eff) each.
-DEVIATIONS = 8.0
-ROUNDED = 0.42
 UNKNOWN_GAIN = 3.0
 MAX_GAIN = 1e12
 

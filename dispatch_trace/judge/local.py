@@ -18,12 +18,13 @@ import torch
 
 from dispatch_trace import execute
 from dispatch_trace.align.canon import dtype_class
+from dispatch_trace.align.figures import DEVIATIONS, ROUNDED
 from dispatch_trace.align.lens import whole_of
 from dispatch_trace.align.summaries import EXTREME, SKETCH_FLOOR
 from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_run import Execution, Values
 from dispatch_trace.judge.alone import Siblings
-from dispatch_trace.judge.estimates import ACCUMULATOR, DEVIATIONS, ROUNDED, gains_of, own_noise, roundoff
+from dispatch_trace.judge.estimates import ACCUMULATOR, gains_of, own_noise, roundoff
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.judge.twin_keys import recording
 from dispatch_trace.schema import StoredRecord, StoredSlot

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from dispatch_trace.align.figures import apart_at_least
 from dispatch_trace.align.pairs import Pairing, module_slots
-from dispatch_trace.judge.figures import apart_at_least
 from dispatch_trace.judge.operands import changed_arguments
 from dispatch_trace.schema import NO_CALL, StoredRecord, StoredSlot
 

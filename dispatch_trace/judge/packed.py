@@ -17,7 +17,7 @@ from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.weights import NUMBER
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, State
-from dispatch_trace.judge.regions import Region
+from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites
 from dispatch_trace.schema import StoredRecord
 
@@ -28,8 +28,9 @@ _WHOLESALE = 0.1
 class PackedBlame:
     """Decides between a weight and what reads its products."""
 
-    def __init__(self, noise: NoisePass, sites: Sites) -> None:
+    def __init__(self, noise: NoisePass, sites: Sites, regions: Regions) -> None:
         self._noise = noise
+        self._regions = regions
         self._sites = sites
         self._target = noise.pairing.target
 
@@ -62,6 +63,32 @@ class PackedBlame:
             evidence=evidence,
             hint=hint,
         )
+
+    def one_of_several(self, value: Value, reader: StoredRecord, state: State) -> Finding | None:
+        """For a weight that is wrong together with others: which of them it is, only their readers can tell.
+
+        Args:
+          value: the weight.
+          reader: of the weight.
+        """
+        union = self._noise.unordered.of(value)
+        if union is None or len(union.target) < 2 or state.difference is None:
+            return None
+        if state.difference.method != "figures":
+            return None
+        readers = {w: self._target.consumers.get(w, [(reader.seq, 0)])[0][0] for w in union.target}
+        left = [
+            w for w, seq in readers.items() if not self._regions.leads_elsewhere(self._target.records[seq])
+        ]
+        if left == [value]:
+            return None
+        calls = [self._target.call_of(self._target.records[readers[w]]) for w in left or union.target]
+        seat = around_all(calls) if len(calls) > 1 else calls[0]
+        named = [self._sites.describe(self._target, weight) for weight in left or union.target]
+        evidence = self._sites.evidence(state) | {"candidates": named}
+        hint = "one of several weights, which are one weight in the reference"
+        at = self._target.records[min(readers.values())]
+        return self._sites.finding(seat, None, "parameter", evidence, state, where=at, hint=hint)
 
     def _weight(self, weight: Value, reader: int, sibling: Call, state: State) -> Finding:
         record, at = self._target.records[weight[0]], self._target.records[reader]

@@ -164,6 +164,23 @@ class Regions:
                     return True
         return False
 
+    def leads_elsewhere(self, record: StoredRecord) -> bool:
+        """Whether what an op made also went into a value that was found right."""
+        todo = [(record.seq, slot.index) for slot in self._target.outputs(record)]
+        seen = set(todo)
+        while todo:
+            for seq, _ in self._target.consumers.get(todo.pop(), ()):
+                for slot in self._target.outputs(self._target.records[seq]):
+                    value = (seq, slot.index)
+                    found = self._noise.states.get(value)
+                    if found is not None and found.difference is not None:
+                        if found.explained:
+                            return True
+                    elif value not in seen:
+                        seen.add(value)
+                        todo.append(value)
+        return False
+
     def same_body(self, ref: StoredRecord, target: StoredRecord) -> bool:
         """Whether two ops stand in paired calls, or in calls hosted by paired ones."""
         theirs = host(self._ref.call_of(ref), self._pairing.calls)

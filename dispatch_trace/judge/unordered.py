@@ -7,18 +7,12 @@ What is as alike as rounding leaves it only ends the search for what is to blame
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 from dispatch_trace.align.content import Difference
+from dispatch_trace.align.figures import figures_apart, joined_figures, rounding_apart
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.align.unions import Union
-from dispatch_trace.judge.estimates import DEVIATIONS, ROUNDED, roundoff
-from dispatch_trace.judge.figures import figures_apart
-
-_NOT_FINITE = ("nan", "posinf", "neginf")
-_ADDED = (*_NOT_FINITE, "n", "sum", "abs_sum", "sq_sum", "quad_sum")
+from dispatch_trace.judge.estimates import roundoff
 
 
 class Unordered:
@@ -29,6 +23,10 @@ class Unordered:
         self._by_target = {value: union for union in pairing.unions for value in union.target}
         self._by_ref = {value: union for union in pairing.unions for value in union.ref}
         self._apart: dict[Union, float | None] = {}
+
+    def of(self, value: Value) -> Union | None:
+        """The union that a value of the target is in."""
+        return self._by_target.get(value)
 
     def measure(self, value: Value) -> tuple[Link, Difference] | None:
         """What is known of a value of the target: a link, and at least how large the difference is.
@@ -48,11 +46,10 @@ class Unordered:
         """By how much figures of a leaf that is only rounded may be apart: its errors are independent."""
         union = self._by_target.get(value)
         figures = None if union is None else _figures(self._pairing.target, union.target)
-        if union is None or figures is None or not figures["sq_sum"]:
+        if union is None or figures is None:
             return 0.0
         dtypes = [self._pairing.ref.slot(v).dtype for v in union.ref]
-        u = max(map(roundoff, [*dtypes, self._pairing.target.slot(value).dtype]))
-        return DEVIATIONS * ROUNDED * u * math.sqrt(figures["quad_sum"]) / figures["sq_sum"]
+        return rounding_apart(figures, max(map(roundoff, [*dtypes, self._pairing.target.slot(value).dtype])))
 
     def opposite(self, value: Value) -> tuple[Value, ...]:
         """The target's values that a value of the reference is part of; none where that is not known."""
@@ -61,30 +58,14 @@ class Unordered:
 
     def _measured(self, union: Union) -> float | None:
         if union not in self._apart:
-            figures = [
-                _figures(program, values)
-                for program, values in (
-                    (self._pairing.ref, union.ref),
-                    (self._pairing.target, union.target),
-                )
-            ]
-            a, b = figures
+            a, b = _figures(self._pairing.ref, union.ref), _figures(self._pairing.target, union.target)
             known = a is not None and b is not None and a["n"] == b["n"]
             self._apart[union] = figures_apart(a, b, int(a["n"])) if known and a and b else None
         return self._apart[union]
 
 
-def _figures(program: Program, values: Iterable[Value]) -> dict[str, float] | None:
-    """Statistics of several values together; None where some are not known, or not finite."""
-    sums = dict.fromkeys(_ADDED, 0.0)
-    for value in values:
-        content = program.content(program.slot(value))
-        for name in _ADDED:
-            figure = None if content is None else content.stats.get(name)
-            if figure is None or (figure and name in _NOT_FINITE):
-                return None
-            sums[name] += figure
-    return sums
+def _figures(program: Program, values: tuple[Value, ...]) -> dict[str, float] | None:
+    return joined_figures(program.content(program.slot(value)) for value in values)
 
 
 __all__ = ["Unordered"]

@@ -1,16 +1,25 @@
 """How far two values are apart at least, from their statistics.
 
 By what the triangle inequality leaves: the norm of a difference is at least the difference of norms, at least
-sqrt(n) times that of means, and no element moves the maximum by more than itself.
+sqrt(n) times that of means, and no element moves the maximum by more than itself. Sums add up over the parts
+of a value, in whatever order their elements stand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dispatch_trace.schema import StoredContent
+
+# Standard deviations of a scale or an offset that rounding makes: 0.42 tau / sqrt(n_eff) each.
+DEVIATIONS = 8.0
+ROUNDED = 0.42
+# Sums in float64 agree up to their own rounding.
+_SUMMED = 1e-9
+_NOT_FINITE = ("nan", "posinf", "neginf")
+_ADDED = (*_NOT_FINITE, "n", "sum", "abs_sum", "sq_sum", "quad_sum")
 
 
 def apart_at_least(ref: StoredContent, target: StoredContent) -> float:
@@ -49,6 +58,25 @@ def figures_apart(a: Mapping[str, Any], b: Mapping[str, Any], n: int) -> float:
             return 0.0
         size = max(extremes) * math.sqrt(n)
     return max(bounds) / size if size else 0.0
+
+
+def joined_figures(parts: Iterable[StoredContent | None]) -> dict[str, float] | None:
+    """Statistics of several contents together; None where some are not known, or not finite."""
+    sums = dict.fromkeys(_ADDED, 0.0)
+    for content in parts:
+        for name in _ADDED:
+            figure = None if content is None else content.stats.get(name)
+            if figure is None or (figure and name in _NOT_FINITE):
+                return None
+            sums[name] += figure
+    return sums
+
+
+def rounding_apart(figures: Mapping[str, float], u: float) -> float:
+    """By how much figures may be apart where each element was rounded by itself, with unit roundoff `u`."""
+    if not figures["sq_sum"]:
+        return 0.0
+    return _SUMMED + DEVIATIONS * ROUNDED * u * math.sqrt(figures["quad_sum"]) / figures["sq_sum"]
 
 
 def _root(value: float | int | None) -> float | None:
