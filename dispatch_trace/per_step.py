@@ -83,6 +83,9 @@ class PerStep:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             return self._made(self.values / _values(other))
 
+    def __floordiv__(self, other: Any) -> PerStep:
+        return self._made(self.values // _values(other))
+
     def __rtruediv__(self, other: Any) -> PerStep:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             return self._made(_values(other) / self.values)
@@ -230,6 +233,11 @@ def whole(number: Any) -> int:
     return int(number or 0)
 
 
+def total(number: Any, count: int) -> int:
+    """The sum of a count over steps: so many times a plain one."""
+    return int(number.values.sum()) if isinstance(number, PerStep) else count * int(number)
+
+
 def per_step_of(*numbers: Any) -> Together | None:
     """The steps that some of the numbers stand for; None where all are plain."""
     return next((n.together for n in numbers if isinstance(n, PerStep)), None)
@@ -261,5 +269,6 @@ __all__ = [
     "root",
     "smallest",
     "texts",
+    "total",
     "whole",
 ]

@@ -275,6 +275,8 @@ class Comparer:
         if ref_side and id in self._layouts:
             return self._laid_out(self._layouts[id])
         reader = self.ref if ref_side else self.target
+        if reader.together(id) is not None:
+            return None  # several contents, none of which has data
         array: Array | None = None
         content = reader.content(id)
         if content.has_data:

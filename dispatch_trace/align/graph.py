@@ -157,6 +157,10 @@ class Program:
                     if slot.role == "in" and slot.is_tensor:
                         for origin in self.origins(record, slot):
                             self.consumers[origin.value].append((record.seq, slot.index))
+                            if reader.reads_across:
+                                owner, held = self.records[origin.value[0]], self.slot(origin.value)
+                                for source in reader.sources(owner, held):
+                                    self.consumers[source].append((record.seq, slot.index))
 
     # Values ---------------------------------------------------------------------------------------
 

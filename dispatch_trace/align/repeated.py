@@ -1,14 +1,19 @@
 """Steps that repeat: one of them is lined up and judged, with the values of all of them at once.
 
-A program that serves request after request runs the same ops on the same shapes again and again, and only the
-values change. Two steps of a trace are alike when their records are the same but for numbers (`_signatures`).
-Where steps of the reference are alike, and those of the target with the same numbers are too, the first of
-each stands for the rest: it shows in a view of the rank in which the others do not, and the contents of its
-slots get numbers that stand for those of all steps (`RankReader.per_step`). Judges then work on one number a
-step (`per_step`), and whatever a step does otherwise than the first sends it astray.
+A program that serves request after request runs the same ops on the same shapes again and again, and only
+the values change: its steps are alike (`step_table`). Where steps of the reference are alike, and those of
+the target with the same numbers are too, the first of each stands for the rest: it shows in a view of the
+rank in which the others do not, and the contents of its slots get numbers that stand for those of all steps
+(`RankReader.per_step`). Judges then work on one number a step (`per_step`), and whatever a step does
+otherwise than the first sends it astray.
 
-What is not certain does not repeat: steps with tensors kept, steps that read what another one made (a cache),
-steps whose records are mixed with those of others, and what only one trace has.
+A decoder does the same ops on more keys and values with each step, and reads those that the step before made
+(`growing`). Such steps are folded where each is the same in both traces, sizes included: sizes are numbers a
+step then, and what another step made is taken to be right where it is read, which the judge checks where it
+was made (`RankReader.sources`).
+
+What is not certain does not repeat: steps with tensors kept, steps that read what others wrote piece by
+piece, steps whose records are mixed with those of others, and what only one trace has.
 """
 
 from __future__ import annotations
@@ -16,169 +21,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dispatch_trace.align.folded_pairs import FoldedPairs
 from dispatch_trace.align.named import keeps_first_output, keeps_last_call
 from dispatch_trace.align.pairs import Pair
+from dispatch_trace.align.step_table import StepTable
 from dispatch_trace.align.steps import pair_models, pair_steps
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.per_step import Together
-from dispatch_trace.schema import StoredContent, StoredRecord
+from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.reader import RankReader
-from dispatch_trace.store.records import LEAF
-from dispatch_trace.store.table import ContentTable, Names, Numbers, RecordTable, StepContents
+from dispatch_trace.store.table import Names, Numbers, StepContents
 from dispatch_trace.store.view import ReaderView
 
 # Fewer steps than this are not worth it.
 MIN_STEPS = 3
 # Contents from here on are those of several steps; fewer than `content.LAID_OUT`, more than lenses have.
 _PER_STEP = 1 << 56
-
-_RECORD_COLUMNS = (
-    "kind",
-    "model",
-    "grad_phase",
-    "module",
-    "op",
-    "overload",
-    "name",
-    "note",
-    "args",
-    "call",
-    "n",
-    "flags",
-    "thread",
-    "num_slots",
-)
-_SLOT_COLUMNS = ("name", "role", "note", "flags", "geometry", "value", "num_producers")
-_Block: TypeAlias = tuple[int, int]  # rows of its first record, and of the first behind it
-
-
-class _Side:
-    """One rank in columns, cut into steps."""
-
-    def __init__(self, reader: RankReader, names: Names) -> None:
-        """
-        Raises:
-          TraceFormatError: a frame cannot be read.
-        """
-        self.reader = reader
-        self.table = RecordTable.of(reader, names)
-        self.contents = ContentTable(reader, names)
-        self.seq = self.table.record["seq"]
-        self.is_param = self.table.record["kind"] == names.number("param")
-        self._read = names.number("in")
-        self.blocks = self._cut()
-
-    def _cut(self) -> dict[int, _Block]:
-        """By number of the step its rows; {} where steps are mixed, or not in order."""
-        if len(self.seq) < 2 or not (np.diff(self.seq) > 0).all():
-            return {}
-        rows = np.flatnonzero(~self.is_param)
-        step = self.table.record["step"][rows]
-        begins = np.flatnonzero(np.diff(step, prepend=step[:1] - 1))
-        if not (np.diff(step[begins]) > 0).all():
-            return {}
-        ends = np.append(begins[1:], len(rows))
-        return {
-            int(step[begin]): (int(rows[begin]), int(rows[end - 1]) + 1)
-            for begin, end in zip(begins, ends, strict=True)
-        }
-
-    def signatures(self) -> dict[int, bytes]:
-        """Of each step that could repeat a digest of all but its numbers; alike means the same digest."""
-        record, slot, table = self.table.record, self.table.slot, self.table
-        num_records, num_slots = len(self.seq), len(slot["name"])
-        starts = np.full(num_records, -1, dtype=np.int64)  # row at which the step of each record begins
-        for begin, end in self.blocks.values():
-            starts[begin:end] = begin
-        base = self.seq[starts]
-        row_of_slot = np.repeat(np.arange(num_records), np.diff(table.first_slot))
-        slot_of_producer = np.repeat(np.arange(num_slots), np.diff(table.first_producer))
-
-        producer_row = np.searchsorted(self.seq, table.producer["seq"]).clip(max=max(num_records - 1, 0))
-        recorded = self.seq[producer_row] == table.producer["seq"]
-        from_param = recorded & self.is_param[producer_row]
-        reader_row = row_of_slot[slot_of_producer]
-        inside = recorded & ~from_param & (starts[producer_row] == starts[reader_row])
-        outside = ~(inside | from_param)
-        # What another step read first and did not make is no work of it: a constant, or a parameter.
-        place = (table.first_slot[producer_row] + table.producer["slot"]).clip(max=max(num_slots - 1, 0))
-        was_read = recorded & (slot["role"][place] == self._read)
-        odd = np.zeros(num_records, dtype=bool)  # records of steps that cannot repeat
-        odd[reader_row[outside & ~was_read]] = True
-        odd[producer_row[outside & recorded]] = True
-        odd |= self.is_param  # in the midst of a step
-        made_by = np.where(inside, table.producer["seq"] - base[reader_row], -2 - table.producer["seq"])
-
-        held = slot["content"]
-        has_content = held >= 0
-        kind = np.full(num_slots, -1, dtype=np.int64)
-        if has_content.any():
-            places = self.contents.places(held[has_content])
-            kind[has_content] = self.contents.kind[places]
-            fine = self.contents.hashed & self.contents.summarised & ~self.contents.has_data
-            odd[row_of_slot[has_content][~fine[places]]] = True
-
-        columns: list[Numbers] = [record[name] for name in _RECORD_COLUMNS]
-        columns += [
-            self.seq - base,
-            record["opened"] - base,
-            np.where(record["producer"] >= 0, record["producer"] - base, -1),
-        ]
-        slots: list[Numbers] = [slot[name] for name in _SLOT_COLUMNS]
-        slots += [kind, self._leaves(row_of_slot, starts)]
-        producers = [made_by, table.producer["slot"]]
-        found = {}
-        for step, (begin, end) in self.blocks.items():
-            if odd[begin:end].any():
-                continue
-            hasher = xxhash.xxh3_128()
-            rows: Any = begin, end
-            for parts in (columns, slots, producers):
-                for part in parts:
-                    hasher.update(part[rows[0] : rows[1]].astype(np.int64).tobytes())
-                starts_within = table.first_slot if parts is columns else table.first_producer
-                rows = starts_within[rows[0]], starts_within[rows[1]]
-            found[step] = hasher.digest()
-        return found
-
-    def _leaves(self, row_of_slot: Numbers, starts: Numbers) -> Numbers:
-        """[num slots], which leaf each slot reads: one that this step read first by its place in the step,
-        another by its content; -1 for what is no leaf."""
-        slot = self.table.slot
-        of_param = self.is_param[row_of_slot]
-        is_leaf = ((slot["flags"] & LEAF) != 0) & (slot["content"] >= 0)
-        # Parameters own their contents, wherever they stand.
-        order = np.concatenate(
-            (np.flatnonzero(of_param & (slot["content"] >= 0)), np.flatnonzero(is_leaf & ~of_param))
-        )
-        contents, first, which = np.unique(slot["content"][order], return_index=True, return_inverse=True)
-        found = np.full(len(row_of_slot), -1, dtype=np.int64)
-        if not contents.size:
-            return found
-        owner = order[first][which]
-        own = ~of_param[owner] & (starts[row_of_slot[owner]] == starts[row_of_slot[order]])
-        begins = self.table.first_slot[starts[row_of_slot[order]]]
-        found[order] = np.where(own, owner - begins, -2 - slot["content"][order])
-        return found
-
-    def contents_of(self, steps: Sequence[int]) -> Numbers:
-        """[num slots of a step, num steps], what the slots of steps that are alike hold."""
-        first_slot, content = self.table.first_slot, self.table.slot["content"]
-        parts = []
-        for step in steps:
-            begin, end = self.blocks[step]
-            parts.append(content[first_slot[begin] : first_slot[end]])
-        return np.stack(parts, axis=1)
-
-    def first_seq(self, step: int) -> int:
-        return int(self.seq[self.blocks[step][0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +60,7 @@ class FoldedReader(ReaderView):
       num_shown: records that show.
     """
 
-    def __init__(self, side: _Side, number: int, groups: Sequence[_Group]) -> None:
+    def __init__(self, side: StepTable, number: int, groups: Sequence[_Group]) -> None:
         """
         Args:
           number: 0 for the reference, 1 for the target.
@@ -209,12 +72,16 @@ class FoldedReader(ReaderView):
         self._shown = np.ones(len(side.seq), dtype=bool)
         self._several: list[tuple[Together, Numbers]] = []
         self._numbers: dict[int, Numbers] = {}  # by step that stands for others, of its slots
+        self._geometries: dict[int, dict[int, tuple[Any, ...]]] = {}
+        self._arguments: dict[int, dict[int, tuple[Any, ...]]] = {}
+        self._sources: dict[int, dict[int, list[tuple[int, int]]]] = {}
+        stands_for = {step: group.steps[0] for group in groups for step in group.steps}
         known: dict[bytes, int] = {}
         for group in groups:
             for step in group.steps[1:]:
                 begin, end = side.blocks[step]
                 self._shown[begin:end] = False
-            held = side.contents_of(group.steps)
+            held = side.slots_of(group.steps, side.table.slot["content"])
             numbers = held[:, 0].astype(np.int64)
             for at in np.flatnonzero((held != held[:, :1]).any(1)):
                 key = held[at].tobytes()
@@ -222,9 +89,19 @@ class FoldedReader(ReaderView):
                     known[key] = _PER_STEP + len(self._several)
                     self._several.append((group.together, side.contents.places(held[at])))
                 numbers[at] = known[key]
-            self._numbers[group.steps[0]] = numbers
+            first = group.steps[0]
+            self._numbers[first] = numbers
+            self._geometries[first] = side.geometries_of(group.steps, group.together)
+            self._arguments[first] = side.arguments_of(group.steps, group.together)
+            self._sources[first] = {
+                at: sorted(
+                    {(side.first_seq(stands_for.get(step, step)) + place, index) for step, place, index in s}
+                )
+                for at, s in side.sources_of(group.steps).items()
+            }
             known.clear()
         self.num_shown = int(self._shown.sum())
+        self.reads_across = any(self._sources.values())
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
         begin = 0
@@ -314,11 +191,27 @@ class FoldedReader(ReaderView):
             return record
         first_slot, (begin, _) = self._side.table.first_slot, self._side.blocks[record.step]
         at = int(first_slot[row] - first_slot[begin])
-        slots = [
-            slot if slot.content == number else replace(slot, content=number)
-            for slot, number in zip(record.slots, numbers[at : at + len(record.slots)].tolist(), strict=True)
-        ]
-        return replace(record, slots=tuple(slots))
+        geometries, sources = self._geometries[record.step], self._sources[record.step]
+        slots = []
+        for place, slot in enumerate(record.slots, at):
+            if slot.content != numbers[place]:
+                slot = replace(slot, content=int(numbers[place]))
+            if place in geometries:
+                shape, strides, offset = geometries[place]
+                slot = replace(slot, shape=shape, strides=strides, offset=offset)
+            if place in sources:
+                slot = replace(slot, producers=())
+            slots.append(slot)
+        args = self._arguments[record.step].get(row - begin, record.args)
+        return replace(record, slots=tuple(slots), args=args)
+
+    def sources(self, record: StoredRecord, slot: StoredSlot) -> Sequence[tuple[int, int]]:
+        sources = None if record.kind == "param" else self._sources.get(record.step)
+        if not sources:
+            return ()
+        first_slot, (begin, _) = self._side.table.first_slot, self._side.blocks[record.step]
+        row = int(np.searchsorted(self._side.seq, record.seq))
+        return sources.get(int(first_slot[row] - first_slot[begin]) + slot.index, ())
 
 
 class Folded:
@@ -326,9 +219,13 @@ class Folded:
 
     Attributes:
       ref, target: the views.
+      grows: sizes differ between steps that stand for each other, or they read what those before made.
     """
 
-    def __init__(self, sides: tuple[_Side, _Side], groups: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, sides: tuple[StepTable, StepTable], groups: Sequence[Sequence[int]], *, grows: bool = False
+    ) -> None:
+        self.grows = grows
         self._sides = sides
         self._groups = []
         for steps in groups:
@@ -369,7 +266,7 @@ class Folded:
                 by_place[place].append(step)
             parts += by_place.values()
         kept = sorted(part for part in parts if len(part) >= MIN_STEPS)
-        return Folded(self._sides, kept) if kept else None
+        return Folded(self._sides, kept, grows=self.grows) if kept else None
 
     def steps(self, first: int) -> tuple[int, ...]:
         """The steps that one of the views stands for, in order; itself where it does not repeat."""
@@ -446,9 +343,9 @@ def fold(ref: RankReader, target: RankReader) -> Folded | None:
         if pair_steps(ref, target, pair_models(ref, target)) is not None:
             return None
         names = Names()
-        sides = _Side(ref, names), _Side(target, names)
+        sides = StepTable(ref, names), StepTable(target, names)
         alike: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
-        ours, theirs = (side.signatures() for side in sides)
+        (ours, our_plain), (theirs, their_plain) = (side.signatures() for side in sides)
     except (TraceFormatError, KeyError):
         return None  # who reads it record by record says what is wrong
     if any(names.number("op") not in side.table.record["kind"] for side in sides):
@@ -456,7 +353,15 @@ def fold(ref: RankReader, target: RankReader) -> Folded | None:
     for step in sorted(ours.keys() & theirs.keys()):
         alike[ours[step], theirs[step]].append(step)
     groups = [steps for steps in alike.values() if len(steps) >= MIN_STEPS]
-    return Folded(sides, groups) if groups else None
+    # Sizes may differ from step to step where they do not from trace to trace.
+    taken = {step for steps in groups for step in steps}
+    growing: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
+    for step in sorted((our_plain.keys() & their_plain.keys()) - taken):
+        if our_plain[step][1] == their_plain[step][1]:
+            growing[our_plain[step][0], their_plain[step][0]].append(step)
+    grown = [steps for steps in growing.values() if len(steps) >= MIN_STEPS]
+    groups = sorted([*groups, *grown])
+    return Folded(sides, groups, grows=bool(grown)) if groups else None
 
 
 __all__ = ["Folded", "FoldedReader", "fold"]

@@ -13,6 +13,7 @@ from dispatch_trace.align.named import keeps_last_call
 from dispatch_trace.align.pairs import Outcome, Pair, Pairing, paired_slots
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass
+from dispatch_trace.per_step import total
 from dispatch_trace.schema import StoredRecord
 
 OUTCOMES: tuple[Outcome, ...] = ("matched", "absorbed", "ref-only", "target-only", "no-data", "deselected")
@@ -244,7 +245,7 @@ def count_coverage(pairs: Iterable[Pair], pairing: Pairing) -> dict[str, Any]:
       counts once, however many partners it has.
     """
     counts: Counter[str] = Counter()
-    total = covered = deselected = 0
+    in_all = covered = deselected = 0
     why: Counter[str] = Counter()
     # With steps that have several partners a record stands in several rows: the worst outcome is its own.
     outcomes: dict[tuple[bool, int], Outcome] = {}
@@ -268,11 +269,11 @@ def count_coverage(pairs: Iterable[Pair], pairing: Pairing) -> dict[str, Any]:
         record, program = records[key]
         repeats = program.reader.repeats(record)
         counts[outcome] += repeats
-        size = repeats * _compute_bytes(program, record)
+        size = total(_compute_bytes(program, record), repeats)
         if outcome == "deselected":
             deselected += size
             continue
-        total += size
+        in_all += size
         if outcome in ("matched", "absorbed"):
             covered += size
         else:
@@ -286,10 +287,10 @@ def count_coverage(pairs: Iterable[Pair], pairing: Pairing) -> dict[str, Any]:
         "records": {outcome: counts[outcome] for outcome in OUTCOMES},
         "share": compared / number if number else 0.0,
         "compute_bytes": {
-            "total": total,
+            "total": in_all,
             "covered": covered,
             "deselected": deselected,
-            "share": covered / total if total else (1.0 if compared else 0.0),
+            "share": covered / in_all if in_all else (1.0 if compared else 0.0),
         },
         "not_compared": dict(why),
     }

@@ -15,7 +15,7 @@ from dispatch_trace.align.graph import Program, slot_numel
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.judge.magnitudes import Magnitude
 from dispatch_trace.metrics import unit_roundoff
-from dispatch_trace.per_step import greatest, is_finite, smallest
+from dispatch_trace.per_step import greatest, is_finite, root, smallest
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # A difference is noise up to C times the estimate: benign changes stayed at 0.6 of it (BLAME.md section 4).
@@ -167,7 +167,7 @@ def own_noise(program: Program, record: StoredRecord, out: StoredSlot, measure: 
     n = reduction_length(program, record, out)
     tau = u_out
     if n > 1:
-        tau += math.sqrt(n) * u_acc * greatest(_cancellation(program, record, out, measure), 1.0)
+        tau += root(n) * u_acc * greatest(_cancellation(program, record, out, measure), 1.0)
     group = family(record.op)
     if group == "attention":
         slots = {slot.name: measure(record, slot).rms or 1.0 for slot in program.inputs(record)}
@@ -254,7 +254,7 @@ def _gain(
             if name != "cumsum"
             else max(slot.shape, default=1)
         )
-        return greatest(1.0, math.sqrt(n) * size / result)
+        return greatest(1.0, root(n) * size / result)
     if name == "mean":
         return greatest(1.0, size / result)
     if name in _LIPSCHITZ:
@@ -300,7 +300,7 @@ def _product_gain(
     others = [m.rms or 0.0 for key, m in sizes.items() if key not in (slot.name, bias)]
     other = others[0] if others else size
     n = reduction_length(program, record, out)
-    return greatest(1.0, math.sqrt(n) * size * other / result)
+    return greatest(1.0, root(n) * size * other / result)
 
 
 def _attention_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float) -> float:

@@ -38,6 +38,8 @@ def judge_folded(folded: Folded, judge: Callable[[RankReader, RankReader], Judge
         if num_seen > _MAX_SHARE * rest.num_records:
             return None
         found = judge(rest.ref, rest.target)
+        if rest.grows and (found.findings or found.verdict != "match"):
+            return None  # what is wrong in one step may be so in those behind it
         if not rest.astray():
             findings = _of_all_steps(rest, found.findings)
             if findings is None:

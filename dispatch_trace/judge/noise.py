@@ -148,6 +148,7 @@ class NoisePass:
                     self.states[(record.seq, out.index)] = self._judge(record, out)
         for value in self.flow.unfed():
             self.state(value)
+        self._check_handed_on()
 
     # States -----------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class NoisePass:
             state = self.state(origin.value)
             # Measured errors may sit in the part that is read; predicted ones are rounding, alike everywhere.
             measured = origin.share < 1.0 and state.rho is not None
-            part = 1.0 / math.sqrt(max(origin.share, 1e-6)) if measured else 1.0
+            part = 1.0 / root(greatest(origin.share, 1e-6)) if measured else 1.0
             cast = _cast_noise(self.pairing.target, origin)
             noise = greatest(noise, hypot(state.noise * part, cast))
             clean = greatest(clean, hypot(state.clean * part, cast))
@@ -358,17 +359,41 @@ class NoisePass:
                     state = self.state((child.seq, slot.index))
                     yield state.noise, state.clean, state.flags, state.suspicious
 
+    def _check_handed_on(self) -> None:
+        """What other steps made is taken to be right where it is read, and measured there: is it so?"""
+        ref, target = self.pairing.ref, self.pairing.target
+        if not target.reader.reads_across:
+            return
+        for value, links in list(self.pairing.links.items()):
+            record = target.records[value[0]]
+            for source in target.reader.sources(record, target.slot(value)):
+                made = self.state(source)
+                right = made.explained and made.link is not None and not (made.flags or made.tainted)
+                if not right or any(
+                    made.link is None
+                    or made.link.ref not in ref.reader.sources(ref.records[link.ref[0]], ref.slot(link.ref))
+                    or not (_is_plain(self.pairing, link) and _is_plain(self.pairing, made.link))
+                    for link in links
+                ):
+                    target.reader.lose(record)
+
     def _judge_leaf(self, value: Value) -> State:
         links = self.pairing.links.get(value, ())
         found = self.best(links)
+        record = self.pairing.target.records[value[0]]
+        if self.pairing.target.reader.sources(record, record.slots[value[1]]):
+            if found is None:
+                self.pairing.target.reader.lose(record)
+                return State()
+            state = self._measured_state(*found)
+            state.explained = True  # `_check_handed_on`
+            return state
         if found is None:
             state = self._judge_codes(value)
             self._judge_unordered(value, state, self.unordered.rounding(value))
             return state
         link, difference = found
-        state = State(
-            rho=difference.rho, link=link, difference=difference, noise=difference.rho, clean=difference.rho
-        )
+        state = self._measured_state(link, difference)
         if difference.equal:
             state.explained = True
             return state
@@ -401,6 +426,10 @@ class NoisePass:
             state.link, state.difference, state.rho = link, difference, difference.rho
             state.limit, state.explained = limit, False
             state.noise = difference.rho
+
+    def _measured_state(self, link: Link, difference: Difference) -> State:
+        rho = difference.rho
+        return State(rho=rho, link=link, difference=difference, noise=rho, clean=rho)
 
     def _judge_codes(self, value: Value) -> State:
         """A leaf without counterpart: if it holds the codes of a quantised weight, their noise is known."""
@@ -576,6 +605,12 @@ def within(difference: Difference, limit: float) -> bool:
 
 def _size(difference: Difference) -> tuple[float, int]:
     return (math.inf, difference.nonfinite) if difference.nonfinite else (difference.rho, 0)
+
+
+def _is_plain(pairing: Pairing, link: Link) -> bool:
+    """Whether a link compares its values as they were made, not views of them."""
+    made = pairing.ref.slot(link.ref).content, pairing.target.slot(link.target).content
+    return made == (link.ref_content, link.target_content)
 
 
 def _cast_noise(program: Program, origin: Origin) -> float:

@@ -6,11 +6,12 @@ rank asks these methods, and all ranks but that view answer so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from dispatch_trace.schema import StoredRecord
+from dispatch_trace.schema import StoredRecord, StoredSlot
 
 if TYPE_CHECKING:
     from dispatch_trace.per_step import Together
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 
 class Singly:
-    """What readers of ranks share, and what those of other things than a rank's files are not asked for."""
+    """What readers of ranks share, and what those of other things than a rank's files are not asked for.
+
+    Attributes:
+      reads_across: steps that repeat read what other steps made (`sources`).
+    """
+
+    reads_across = False
 
     def mapped(self, id: int) -> Mapped | None:
         """The data of a content as it lies in a file; None where it does not lie there as it is."""
@@ -52,6 +59,10 @@ class Singly:
 
     def lose(self, record: StoredRecord) -> None:
         """Notes that each of the steps that a record stands for has something of its own to say of it."""
+
+    def sources(self, record: StoredRecord, slot: StoredSlot) -> Sequence[tuple[int, int]]:
+        """What other steps made of what a slot of steps that repeat reads, by (record, slot) that show."""
+        return ()
 
     def repeats(self, record: StoredRecord) -> int:
         """How many records, one in each step, a record stands for."""

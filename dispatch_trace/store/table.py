@@ -32,9 +32,16 @@ class Names:
 
     def __init__(self) -> None:
         self._numbers: dict[str | bytes, int] = {}
+        self._keys: list[str | bytes] = []
 
     def number(self, key: str | bytes) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
+
+    def key(self, number: int) -> str | bytes:
+        """The text or packed value that has a number."""
+        if len(self._keys) < len(self._numbers):
+            self._keys = list(self._numbers)
+        return self._keys[number]
 
     def numbers(self, keys: Sequence[str] | Sequence[bytes]) -> Numbers:
         """[len(keys) + 1], with -1 at the end: what has number -1 in a frame has it everywhere."""
