@@ -22,7 +22,7 @@ from dispatch_trace.report.facts import jsonable, pair_row
 from dispatch_trace.store.reader import RankReader, open_ranks
 
 STEPS = 6
-MANY = 16  # of which some may go astray before it pays to look at each
+MANY = 12  # of which some may go astray before it pays to look at each
 
 Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

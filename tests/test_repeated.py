@@ -163,8 +163,8 @@ def poisoned(out: torch.Tensor) -> torch.Tensor:
     return out.index_fill(0, torch.tensor([0]), torch.nan)
 
 
-@pytest.mark.parametrize("change", [grown, blurred, poisoned, torch.neg])
-@pytest.mark.parametrize("steps", [{9}, range(8, MANY), range(MANY)], ids=["one step", "later", "all"])
+@pytest.mark.parametrize("change", [grown, blurred, poisoned])
+@pytest.mark.parametrize("steps", [{7}, range(6, MANY), range(MANY)], ids=["one step", "later", "all"])
 def test_faults_come_out_as_step_by_step(tmp_path: Path, steps: Collection[int], change: Change) -> None:
     given = inputs(MANY)
     ref = run(tmp_path / "ref", net(), given)
@@ -177,9 +177,9 @@ def test_faults_come_out_as_step_by_step(tmp_path: Path, steps: Collection[int],
 
 def test_faults_that_lead_to_other_decisions_come_out_as_step_by_step(tmp_path: Path) -> None:
     """Which values of a step are within noise behind a fault hangs on its numbers."""
-    given = inputs(48)
+    given = inputs(30)
     ref = run(tmp_path / "ref", attention(), given)
-    target = run_faulty(tmp_path / "target", attention(), given, Faulty(range(1, 48, 2), blurred))
+    target = run_faulty(tmp_path / "target", attention(), given, Faulty(range(1, 30, 2), blurred))
     assert_same_findings(*both_ways(ref, target))
 
 
@@ -205,11 +205,11 @@ def test_what_all_steps_share_is_blamed_once(tmp_path: Path, factor: float) -> N
 
 def test_other_inputs_from_some_step_on_come_out_as_step_by_step(tmp_path: Path) -> None:
     given = inputs(MANY)
-    others = [x * 1.01 if step >= 8 else x for step, x in enumerate(given)]
+    others = [x * 1.01 if step >= 6 else x for step, x in enumerate(given)]
     ref, target = run(tmp_path / "ref", net(), given), run(tmp_path / "target", net(), others)
     once, each = both_ways(ref, target)
     assert_same_findings(once, each)
-    assert once is not None and [f.step for f in once.findings] == list(range(8, MANY))
+    assert once is not None and [f.step for f in once.findings] == list(range(6, MANY))
 
 
 def test_steps_of_which_each_goes_its_own_way_are_judged_one_by_one(tmp_path: Path) -> None:
