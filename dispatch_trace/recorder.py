@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dispatch_trace import neuron
+from dispatch_trace.capture import native
 from dispatch_trace.capture.compiled import Region, compile_context
 from dispatch_trace.capture.frames import walk_modules
 from dispatch_trace.capture.header import current_rank, device_of, model_fields, plain_meta, trace_header
@@ -322,10 +323,10 @@ class record:
     def _mode_class(self) -> type[OpRecorder]:
         options = self._options
         if not options.wants_values:
-            return MetaRecorder
+            return native.compiled(MetaRecorder)
         # Live, each record is judged when it is made; elsewhere rows need one kind of values for all.
         rows = self._live is None and options.inputs and not options.save_rules
-        return ValueRecorder if rows else OpRecorder
+        return native.compiled(ValueRecorder) if rows else OpRecorder
 
     def _start_mode(self) -> bool:
         """Puts the mode below all others of the thread that opened the recording, for good.

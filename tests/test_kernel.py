@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_stats import FLOATS, INTEGERS, random_floats, random_integers
 
+from dispatch_trace import builds, kernel_build
 from dispatch_trace import kernel as kernels
-from dispatch_trace import kernel_build
 from dispatch_trace.schema import STATISTICS
 from dispatch_trace.sketch import BLOCK, CHUNK, K
 from dispatch_trace.stats import Summary, accumulate, accumulate_many
@@ -164,13 +164,13 @@ def test_many_at_once(kernel: kernels.Kernel) -> None:
 
 def why_not() -> str:
     """What a process that looks for the kernel now would find."""
-    build = kernel_build._Build()
+    build = builds.Build(kernel_build._plan, kernel_build.Library)
     assert build.find(wait=True) is None
     return build.why_not
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernel_build.SWITCH, "off")
+    monkeypatch.setenv(builds.SWITCH, "off")
     assert why_not() == "OSError: DISPATCH_TRACE_KERNEL is off"
 
 

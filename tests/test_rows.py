@@ -14,7 +14,8 @@ import torch
 from execute_programs import Program, batch
 
 import dispatch_trace as dt
-from dispatch_trace.capture.values import ValueRecorder
+from dispatch_trace.capture import native
+from dispatch_trace.capture.rows import RowRecorder
 from dispatch_trace.store.reader import RankReader, open_ranks
 
 FUNCTIONS = {function.__name__: function for function in execute_programs.PROGRAMS}
@@ -35,6 +36,16 @@ PROGRAMS = (
     *("inference mode", "backward", "reentrant checkpoint", "double backward"),
     "training with fused AdamW and batch norm",
 )
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The modes with the way of an op compiled, and without."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "compiled", lambda mode: mode)
+    elif not native.find(wait=True):
+        pytest.skip(f"nothing compiled: {native.why_not()}")
+    return str(request.param)
 
 
 def plain(rank: RankReader, unwritten: bool) -> list[dict[str, Any]]:
@@ -73,15 +84,17 @@ def compare(
 
     Returns: how many rows were noted.
     """
-    noted = []
-    note = ValueRecorder._note
+    noted: list[str] = []
+    move = RowRecorder.move_rows
 
-    def watched(self: ValueRecorder, *args: Any) -> Any:
-        found = note(self, *args)
-        noted.append(found is None)
-        return found
+    def watched(self: RowRecorder, put: Callable[..., None]) -> None:
+        def count(rows: list[Any]) -> None:
+            noted.extend(body.kind for body, *_ in rows)
+            put(rows)
 
-    monkeypatch.setattr(ValueRecorder, "_note", watched)
+        move(self, count)
+
+    monkeypatch.setattr(RowRecorder, "move_rows", watched)
     kept = []
     for name, option in (("rows", save), ("records", [(".*", save)])):
         run(tmp_path / name, save=option, params="tensors")
@@ -95,9 +108,10 @@ def compare(
             assert row[field] == record[field] or "test_rows" in str(row[field])
             row.pop(field), record.pop(field)
         assert row == record
-    return sum(noted)
+    return noted.count("op")
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.filterwarnings("ignore")  # torch's own deprecations
 @pytest.mark.parametrize(
     ("name", "save"),
@@ -118,6 +132,7 @@ def test_functions_called_again(
     assert compare(tmp_path, run, save, monkeypatch, unwritten=name in UNWRITTEN) > 2
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_model import PASSES, SELECTED, SIZES, build, count_ops
 
 import dispatch_trace as dt
+from dispatch_trace import kernel
+from dispatch_trace.capture import native
 
 
 class EmptyMode(TorchDispatchMode):
@@ -220,9 +222,20 @@ def rows_of(size: str, wanted: Sequence[str] | None) -> list[str]:
     return [row for row in ROWS if row == "none" or row in (wanted or usual)]
 
 
+def wait_for_builds() -> None:
+    """Until what is compiled once for a machine is there, so that no row runs beside a compiler."""
+    print("waiting for the compiled functions, once a machine ...", end="", file=sys.stderr, flush=True)
+    kernel.find(wait=True)
+    native.find(wait=True)
+    print("\r\033[K", end="", file=sys.stderr)
+    for why in filter(None, (kernel.why_not(), native.why_not())):
+        print(f"not compiled: {why}", file=sys.stderr)
+
+
 def main() -> int:
     options = parser("Slow-down of recording, as ratios in one run.").parse_args()
     rows: list[dict[str, Any]] = []
+    wait_for_builds()
     every = torch.get_num_threads()
     for size in options.size or list(SIZES):
         for passes in options.passes or PASSES:

@@ -163,6 +163,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name, package in PACKAGES.items()
         if name in (options.peer or PACKAGES)
     }
+    bench.wait_for_builds()
     rows: list[dict[str, Any]] = []
     for size in options.size or [size for size in SIZES if size != "deep"]:
         for passes in options.passes or PASSES:

@@ -16,7 +16,7 @@ from dispatch_trace.capture.tracer import PLAIN_TENSORS
 
 KEYWORDS = object()
 _BOOLS = ("false", "true")  # no argument takes a text or a truth value in the same place
-_CONSTANTS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format})
+CONSTANTS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format})
 shape_and_dtype = attrgetter("shape", "dtype")
 
 Key = tuple[Any, ...]
@@ -47,7 +47,7 @@ def exact(value: Any, of_tensor: Callable[[torch.Tensor], Any] | None = None) ->
         return tuple([exact(v, of_tensor) for v in value])
     if kind in PLAIN_TENSORS and of_tensor is not None:
         return of_tensor(value)
-    if kind in _CONSTANTS:
+    if kind in CONSTANTS:
         return value
     raise NoKey
 

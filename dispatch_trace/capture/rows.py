@@ -64,6 +64,13 @@ class RowRecorder(OpRecorder):
                 self.num_taken += len(rows)
                 put(rows)
 
+    def at_hand(self) -> tuple[Any, ...]:
+        """What each op needs, for `native`, in this mode's thread."""
+        return (
+            *(self._state.__dict__, self._infos, self._bodies, self.rows),
+            *(self._tracer, self._state, self._next, self._number),
+        )
+
     def keep_body(self, key: Any, body: Any) -> None:
         """Remembers a body, or what holds one, by its key."""
         if len(self._bodies) >= MAX_BODIES:

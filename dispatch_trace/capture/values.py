@@ -29,7 +29,7 @@ _lazy_clone = torch._lazy_clone
 _Tensor = torch.Tensor
 
 _CREDIT_BYTES = 1 << 18  # of snapshots, announced to the writer together, at most
-_NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0, -1)
+NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0, -1)
 _Seen = tuple[StorageEntry, Geometry, SlotFacts]
 # (tensor, storage, its entry if it has one, geometry and its number, bytes of a new storage)
 _Made = tuple[torch.Tensor, Any, StorageEntry | None, Geometry, int, int]
@@ -56,7 +56,7 @@ class Leaves:
         """As slots: with all that is known of them, or only what stands in the key."""
         found = []
         for (name, _), facts, value in zip(self.key, self.facts, self.values, strict=True):
-            if facts is _NO_TENSOR:
+            if facts is NO_TENSOR:
                 found.append(RawSlot(name, role, value=encode(value), is_tensor=False))
                 continue
             dtype, offset, shape, strides, _ = value
@@ -197,9 +197,9 @@ class ValueRecorder(RowRecorder):
 
         self.last = seq = self._next()
         for entry, g, index in new:
-            facts[index] = _introduce(entry, g, seq, index)
+            facts[index] = introduce(entry, g, seq, index)
         for each in made:
-            facts.append(_NO_TENSOR if each is None else self._define(each, seq, len(facts)))
+            facts.append(NO_TENSOR if each is None else self._define(each, seq, len(facts)))
         counts, base = frame.counts, info.base
         counts[base] = n = counts.get(base, -1) + 1
         self._append((row_body, seq, frame, n, self._number, self._tracer.find_source(3), facts))
@@ -355,7 +355,7 @@ class ValueRecorder(RowRecorder):
                     return None
                 else:
                     keys.append((name, _plain_key(value)))
-                    facts.append(_NO_TENSOR)
+                    facts.append(NO_TENSOR)
                     values.append(value)
         except (NoKey, RuntimeError, NotImplementedError):
             return None
@@ -396,7 +396,7 @@ class ValueRecorder(RowRecorder):
         return slots
 
 
-def _introduce(entry: StorageEntry, g: Geometry, seq: int, index: int) -> SlotFacts:
+def introduce(entry: StorageEntry, g: Geometry, seq: int, index: int) -> SlotFacts:
     """What the first reader of a leaf says of it; later ones will name this reader too."""
     fact = entry.facts[g]
     if fact[5] & SLOT_IS_NEW:  # else the same op reads it twice
