@@ -113,6 +113,13 @@ Ref tuple_of(Parts*... parts) {
   return Ref(must(PyTuple_Pack(sizeof...(parts), parts...)));
 }
 
+// What is in no cycle, of which there are many: the garbage collector need not walk through them. (A row holds
+// a frame, and by it the mode that holds the row, until the writer takes it.)
+Ref untracked(Ref made) {
+  PyObject_GC_UnTrack(made.get());
+  return made;
+}
+
 Ref tuple_of_sizes(c10::IntArrayRef sizes) {
   Ref made(must(PyTuple_New(sizes.size())));
   for (size_t i = 0; i < sizes.size(); ++i) PyTuple_SET_ITEM(made.get(), i, integer(sizes[i]).release());
@@ -293,7 +300,7 @@ void append(Way* way, const Info& info, PyObject* frame, PyObject* body, PyObjec
   PyObject* last = find(counts.get(), info.base.get());
   Ref n = integer(last == nullptr ? 0 : PyLong_AsLongLong(last) + 1);
   check(PyDict_SetItem(counts.get(), info.base.get(), n.get()));
-  Ref row = tuple_of(body, seq, frame, n.get(), way->held.thread, source, facts);
+  Ref row = untracked(tuple_of(body, seq, frame, n.get(), way->held.thread, source, facts));
   check(PyList_Append(way->held.rows, row.get()));
 }
 
@@ -451,7 +458,7 @@ void look_at_output(Noting& noting, PyObject* value) {
 // An instance whose `__init__` is not called: its slots are set here.
 Ref instance(PyObject* cls) {
   auto* type = reinterpret_cast<PyTypeObject*>(cls);
-  return Ref(must(type->tp_alloc(type, 0)));
+  return untracked(Ref(must(type->tp_alloc(type, 0))));
 }
 
 void take_credit(PyObject* self, int64_t num_bytes) {
@@ -528,7 +535,7 @@ Ref define(PyObject* self, Way* way, Made& made, PyObject* seq, Py_ssize_t slot)
       if (fact != nullptr) known = Ref::to(PyTuple_GET_ITEM(fact, 4));
     } else {
       Ref definitions = attribute(told.get(), names.definitions);
-      check(PyDict_SetItem(definitions.get(), made.g.get(), tuple_of(seq, index.get(), zero).get()));
+      check(PyDict_SetItem(definitions.get(), made.g.get(), untracked(tuple_of(seq, index.get(), zero)).get()));
       Ref contents = attribute(told.get(), names.contents);
       PyObject* held = find(contents.get(), made.g.get());
       if (held != nullptr) known = Ref::to(held);
@@ -542,13 +549,13 @@ Ref define(PyObject* self, Way* way, Made& made, PyObject* seq, Py_ssize_t slot)
   }
   PyObject* entry = made.entry.get();
   number = attribute(entry, names.number);
-  Ref producers = tuple_of(tuple_of(seq, index.get()).get());
+  Ref producers = untracked(tuple_of(untracked(tuple_of(seq, index.get())).get()));
   Ref facts = attribute(entry, names.facts);
-  Ref fact = tuple_of(number.get(), num_bytes.get(), alignment.get(), producers.get(), known.get(), flags.get(),
-                      made.number.get());
+  Ref fact = untracked(tuple_of(number.get(), num_bytes.get(), alignment.get(), producers.get(), known.get(),
+                                flags.get(), made.number.get()));
   check(PyDict_SetItem(facts.get(), made.g.get(), fact.get()));
-  return tuple_of(number.get(), num_bytes.get(), alignment.get(), empty_tuple, content_or_none.get(), zero,
-                  made.number.get());
+  return untracked(tuple_of(number.get(), num_bytes.get(), alignment.get(), empty_tuple, content_or_none.get(),
+                            zero, made.number.get()));
 }
 
 // As `ValueRecorder._note`. Returns null where a row was noted, else the key to record it by.
@@ -566,7 +573,7 @@ Ref note_values(PyObject* self, Way* way, const Info& info, PyObject* frame, PyO
   Noting noting;
   noting.way = way;
   noting.has_items = PyDict_GET_SIZE(way->held.items) != 0;
-  noting.facts = Ref(must(PyList_New(0)));
+  noting.facts = untracked(Ref(must(PyList_New(0))));
   noting.key.reserve(16);
   Ref whole_key;
   try {
@@ -635,7 +642,7 @@ Ref share(PyObject* self, Way* way, const at::Tensor& tensor, PyObject* entry, P
     Ref contents = attribute(told.get(), names.contents);
     check(PyDict_SetItem(contents.get(), g, content.get()));
   }
-  Ref made(must(PyTuple_New(PyTuple_GET_SIZE(fact))));
+  Ref made = untracked(Ref(must(PyTuple_New(PyTuple_GET_SIZE(fact)))));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fact); ++i) {
     PyTuple_SET_ITEM(made.get(), i, Ref::to(i == 4 ? content.get() : PyTuple_GET_ITEM(fact, i)).release());
   }
@@ -655,7 +662,8 @@ bool is_shared(const at::Tensor& tensor) {
 
 // What is gathered for an instance of `values.Leaves`.
 struct Gathered {
-  Ref key{must(PyList_New(0))}, facts{must(PyList_New(0))}, values{must(PyList_New(0))};
+  Ref key = list(), facts = list(), values = list();
+  static Ref list() { return untracked(Ref(must(PyList_New(0)))); }
 };
 
 // One leaf with its name, as in `ValueRecorder._leaves`.
@@ -664,7 +672,7 @@ void gather(PyObject* self, Way* way, Gathered& found, PyObject* name, PyObject*
     if (value != Py_None && !PyLong_Check(value) && !PyFloat_CheckExact(value) && !PyUnicode_CheckExact(value)) {
       throw Unusual{};  // structures are taken apart elsewhere
     }
-    check(PyList_Append(found.key.get(), tuple_of(name, exact(way, value, false).get()).get()));
+    check(PyList_Append(found.key.get(), untracked(tuple_of(name, exact(way, value, false).get())).get()));
     check(PyList_Append(found.facts.get(), way->held.no_tensor));
     check(PyList_Append(found.values.get(), value));
     return;
@@ -689,7 +697,7 @@ void gather(PyObject* self, Way* way, Gathered& found, PyObject* name, PyObject*
       fact = Ref::to(PyTuple_GET_ITEM(made.get(), 2));
     }
   }
-  check(PyList_Append(found.key.get(), tuple_of(name, PyTuple_GET_ITEM(fact.get(), 6)).get()));
+  check(PyList_Append(found.key.get(), untracked(tuple_of(name, PyTuple_GET_ITEM(fact.get(), 6))).get()));
   check(PyList_Append(found.facts.get(), fact.get()));
   check(PyList_Append(found.values.get(), g.get()));
 }
@@ -743,12 +751,12 @@ void note_module(PyObject* self, Way* way, PyObject* frame, PyObject* out, PyObj
   Ref body = Ref::to(find(way->held.bodies, key.get()));
   if (!body) throw Unusual{};
   Ref given = attribute(inputs.get(), names.facts);
-  Ref facts(must(PyList_GetSlice(given.get(), 0, PyList_GET_SIZE(given.get()))));
+  Ref facts = untracked(Ref(must(PyList_GetSlice(given.get(), 0, PyList_GET_SIZE(given.get())))));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.facts.get()); ++i) {
     PyObject* fact = PyList_GET_ITEM(found.facts.get(), i);
     Ref returned = Ref::to(fact);
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(fact, 5)) != 0) {
-      returned = Ref(must(PyTuple_New(PyTuple_GET_SIZE(fact))));
+      returned = untracked(Ref(must(PyTuple_New(PyTuple_GET_SIZE(fact)))));
       for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(fact); ++at) {
         PyTuple_SET_ITEM(returned.get(), at, Ref::to(at == 5 ? zero : PyTuple_GET_ITEM(fact, at)).release());
       }
@@ -756,7 +764,8 @@ void note_module(PyObject* self, Way* way, PyObject* frame, PyObject* out, PyObj
     check(PyList_Append(facts.get(), returned.get()));
   }
   Ref seq = next_seq(self, way);
-  Ref row = tuple_of(body.get(), seq.get(), frame, zero, way->held.thread, Py_None, facts.get());
+  Ref row =
+      untracked(tuple_of(body.get(), seq.get(), frame, zero, way->held.thread, Py_None, facts.get()));
   check(PyList_Append(way->held.rows, row.get()));
   if (PyList_GET_SIZE(way->held.rows) > MANY_ROWS) {
     Ref writer = attribute(way->held.tracer, names.writer);
