@@ -18,7 +18,7 @@ from execute_programs import Program, batch
 from test_rows import plain
 
 import dispatch_trace as dt
-from dispatch_trace import builds
+from dispatch_trace import builds, extension
 from dispatch_trace.capture import native
 from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.ops import OpRecorder
@@ -31,12 +31,12 @@ FUNCTIONS = {function.__name__: function for function in execute_programs.PROGRA
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    if not native.find(wait=True):
-        pytest.skip(f"nothing compiled: {native.why_not()}")
+    if not extension.find(wait=True):
+        pytest.skip(f"nothing compiled: {extension.why_not()}")
 
 
 def build_of(plan: Callable[[], builds.Plan]) -> builds.Build[Any]:
-    return builds.Build(plan, native._Modes)
+    return builds.Build(plan, extension.load)
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -194,22 +194,22 @@ def test_threads_of_the_program(tmp_path: Path, save: str) -> None:
 def test_without_headers_of_python_the_modes_run_as_they_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native.sysconfig, "get_path", lambda name: str(tmp_path))
-    build = build_of(native._plan)
+    monkeypatch.setattr(extension.sysconfig, "get_path", lambda name: str(tmp_path))
+    build = build_of(extension.plan)
     assert build.find(wait=True) is None
     assert build.why_not == f"OSError: no headers of Python in {tmp_path}"
-    monkeypatch.setattr(native, "_THE_BUILD", build)
+    monkeypatch.setattr(extension, "_THE_BUILD", build)
     assert native.compiled(MetaRecorder) is MetaRecorder
-    assert not native.find()
+    assert extension.find() is None
 
 
 def test_a_build_that_is_none_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int other() { return 0; }\n", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build = build_of(lambda: builds.Plan("native", broken, ("-shared", "-fPIC")))
+    build = build_of(lambda: builds.Plan("extension", broken, ("-shared", "-fPIC")))
     assert build.find(wait=True) is None
-    assert "PyInit_dispatch_trace_native" in build.why_not
+    assert "PyInit_dispatch_trace_extension" in build.why_not
 
 
 def test_modes_that_note_no_rows_have_no_compiled_way() -> None:

@@ -14,6 +14,7 @@ import torch
 from execute_programs import Program, batch
 
 import dispatch_trace as dt
+from dispatch_trace import extension
 from dispatch_trace.capture import native
 from dispatch_trace.capture.rows import RowRecorder
 from dispatch_trace.store.reader import RankReader, open_ranks
@@ -43,8 +44,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The modes with the way of an op compiled, and without."""
     if request.param == "plain":
         monkeypatch.setattr(native, "compiled", lambda mode: mode)
-    elif not native.find(wait=True):
-        pytest.skip(f"nothing compiled: {native.why_not()}")
+    elif not extension.find(wait=True):
+        pytest.skip(f"nothing compiled: {extension.why_not()}")
     return str(request.param)
 
 

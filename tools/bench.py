@@ -43,8 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_model import PASSES, SELECTED, SIZES, build, count_ops
 
 import dispatch_trace as dt
-from dispatch_trace import kernel
-from dispatch_trace.capture import native
+from dispatch_trace import extension, kernel
 
 
 class EmptyMode(TorchDispatchMode):
@@ -226,9 +225,9 @@ def wait_for_builds() -> None:
     """Until what is compiled once for a machine is there, so that no row runs beside a compiler."""
     print("waiting for the compiled functions, once a machine ...", end="", file=sys.stderr, flush=True)
     kernel.find(wait=True)
-    native.find(wait=True)
+    extension.find(wait=True)
     print("\r\033[K", end="", file=sys.stderr)
-    for why in filter(None, (kernel.why_not(), native.why_not())):
+    for why in filter(None, (kernel.why_not(), extension.why_not())):
         print(f"not compiled: {why}", file=sys.stderr)
 
 

@@ -160,12 +160,17 @@ class ContentTaker:
                 return content.keep_data
             except Exception as error:  # out of device memory: the other way may still go
                 self._drop("statistics not taken on the device", error)
+        digest = layouts.plain_digest(tensor)
+        known_well = None if digest is None else self._known.get(digest)
+        if known_well is not None and (known_well[1] or not content.keep_data):
+            content.id = known_well[0]
+            return False
         row = ContentRow(self.num_contents, layouts.dtype_name(tensor.dtype), ())
         try:
             if tensor.device.type not in _ABLE_DEVICES:
                 tensor = tensor.cpu()
             row.shape = layouts.shape_of(tensor)
-            known, packed = self._fill(row, content, tensor, batch)
+            known, packed = self._fill(row, content, tensor, batch, digest)
         except Exception as error:  # operations on a foreign tensor fail in ways of their own
             row = ContentRow(row.id, row.dtype, row.shape)
             known, packed = None, None
@@ -245,13 +250,18 @@ class ContentTaker:
         return freed
 
     def _fill(
-        self, row: ContentRow, content: Content, tensor: torch.Tensor, batch: Batch
+        self,
+        row: ContentRow,
+        content: Content,
+        tensor: torch.Tensor,
+        batch: Batch,
+        digest: bytes | None = None,
     ) -> tuple[int | None, layouts.Packed | None]:
         """Fills the row. Returns the number of an equal content if that will do, else the data."""
         keep, budget = content.keep_data, self._budget
         packed = layouts.pack(tensor) if keep and not budget.exhausted else None
         if packed is not None or tensor.device.type == "cpu":
-            row.hash = layouts.content_digest(tensor, packed)
+            row.hash = digest or layouts.content_digest(tensor, packed)
             known = self._known.get(row.hash)
             if known is not None and (known[1] or packed is None):
                 if keep and not known[1]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from dispatch_trace import extension
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.store.dtypes import SHARD_DTYPES, is_shard_dtype, shard_shape
 from dispatch_trace.store.shards import ShardTensor
@@ -331,6 +332,17 @@ def content_digest(tensor: torch.Tensor, packed: Packed | None = None) -> bytes:
         for part in packed.parts:
             hasher.update(_label(part.dtype, part.shape))
             hasher.update(view_bytes(part))
+    return hasher.digest()
+
+
+def plain_digest(tensor: torch.Tensor) -> bytes | None:
+    """`content_digest` of what `is_plain`, in one look; None of others, or where nothing is compiled."""
+    module = extension.find()
+    found = None if module is None else module.plain(tensor)
+    if found is None:
+        return None
+    hasher = xxhash.xxh3_128(found[0])
+    hasher.update(found[1])
     return hasher.digest()
 
 

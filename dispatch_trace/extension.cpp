@@ -1,6 +1,6 @@
-// What `values` and `meta` do of each op, compiled: the same questions in the same order, the same rows and
-// the same keys, so that either may go on where the other stopped. What is not the plain case goes to the
-// Python methods of the mode. See native.py.
+// What is done once for each op and each value, compiled: what `capture.values` and `capture.meta` do, the same
+// questions in the same order, the same rows and the same keys, so that either may go on where the other
+// stopped; and the look at a tensor that `store.layouts` hashes. What is not the plain case goes to Python.
 //
 // Guarantees: the op runs once, on its own arguments, outside everything that can fail here; an exception of
 // its own goes on untouched; the interpreter lock is held throughout, but for what the op itself lets go of.
@@ -18,6 +18,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -938,6 +939,54 @@ PyObject* value_note_module(PyObject*, PyObject* const* given, Py_ssize_t n) {
   Py_RETURN_NONE;
 }
 
+// -- values to be hashed -----------------------------------------------------------------------------------
+
+// What goes before the bytes in a hash (docs/format.md, "Hash").
+struct Label {
+  c10::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  Ref text;
+};
+
+const Ref& label_of(const at::Tensor& tensor) {
+  static auto* known = new std::unordered_map<uint64_t, std::vector<Label>>();
+  auto dtype = tensor.scalar_type();
+  auto sizes = tensor.sizes();
+  uint64_t hash = static_cast<uint64_t>(dtype);
+  for (int64_t n : sizes) hash = (hash ^ static_cast<uint64_t>(n)) * 0x9FB21C651E98DF25ull + 1;
+  if (known->size() > MANY_SHAPES) known->clear();
+  auto& found = (*known)[hash];
+  for (const Label& label : found) {
+    if (label.dtype == dtype && sizes == c10::IntArrayRef(label.sizes)) return label.text;
+  }
+  std::string text = std::string(torch::getTHPDtype(dtype)->name) + "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? "," : "") + std::to_string(sizes[i]);
+  text += "]";
+  found.push_back({dtype, sizes.vec(), Ref(must(PyBytes_FromStringAndSize(text.data(), text.size())))});
+  return found.back().text;
+}
+
+// (label, memory) of a tensor whose memory is its logical bytes, as `layouts.is_plain` says; else None.
+PyObject* plain(PyObject*, PyObject* value) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != THPVariableClass) Py_RETURN_NONE;
+  try {
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    if (!tensor.is_cpu() || !is_dense(tensor) || !tensor.is_contiguous()) Py_RETURN_NONE;
+    static char nothing;
+    auto size = static_cast<Py_ssize_t>(tensor.numel() * tensor.element_size());
+    const void* start = tensor.const_data_ptr();  // does not copy what is copy-on-write
+    if (size != 0 && start == nullptr) Py_RETURN_NONE;
+    char* memory = size == 0 ? &nothing : static_cast<char*>(const_cast<void*>(start));
+    const Ref& label = label_of(tensor);
+    Ref view(must(PyMemoryView_FromMemory(memory, size, PyBUF_READ)));
+    return tuple_of(label.get(), view.get()).release();
+  } catch (const Raised&) {
+    return nullptr;
+  } catch (const std::exception&) {
+    Py_RETURN_NONE;
+  }
+}
+
 // -- the module ------------------------------------------------------------------------------------------
 
 PyObject* new_way(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -992,11 +1041,15 @@ bool add_method(PyObject* module, const char* name, const char* text) {
   return bound && PyModule_AddObjectRef(module, name, bound.get()) == 0;
 }
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "dispatch_trace_native", nullptr, -1, nullptr};
+PyMethodDef functions[] = {
+    {"plain", plain, METH_O, "(label, memory) of a tensor whose memory is its bytes; else None."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "dispatch_trace_extension", nullptr, -1, functions};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_dispatch_trace_native() {
+PyMODINIT_FUNC PyInit_dispatch_trace_extension() {
 #define INTERN(name) \
   if ((names.name = PyUnicode_InternFromString(#name)) == nullptr) return nullptr;
   NAMES(INTERN)
@@ -1009,7 +1062,7 @@ PyMODINIT_FUNC PyInit_dispatch_trace_native() {
   empty_tuple = PyTuple_New(0);
   zero = PyLong_FromLong(0);
   minus_one = PyLong_FromLong(-1);
-  WayType.tp_name = "dispatch_trace_native.Way";
+  WayType.tp_name = "dispatch_trace_extension.Way";
   WayType.tp_basicsize = sizeof(Way);
   WayType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
   WayType.tp_new = new_way;
