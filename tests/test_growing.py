@@ -14,6 +14,7 @@ from folding import (
     Faulty,
     assert_same_findings,
     both_ways,
+    judge_ranks,
     run,
     run_faulty,
 )
@@ -21,8 +22,13 @@ from torch import nn
 
 import dispatch_trace as dt
 from dispatch_trace.align.folded_pairs import FoldedPairs
+from dispatch_trace.align.growing import plain_arguments
 from dispatch_trace.align.repeated import fold
-from dispatch_trace.store.reader import open_ranks
+from dispatch_trace.judge.findings import Judgement
+from dispatch_trace.judge.folded import judge_folded
+from dispatch_trace.store.columns import pack_plain
+from dispatch_trace.store.reader import RankReader, open_ranks
+from dispatch_trace.store.table import Names
 
 STEPS = 14
 
@@ -141,6 +147,25 @@ def test_sizes_that_differ_from_trace_to_trace_do_not_repeat(tmp_path: Path) -> 
     padded.cache = torch.zeros(1, 16), torch.zeros(1, 16)
     target = run(tmp_path / "target", padded, tokens())
     assert fold(open_ranks(ref)[0], open_ranks(target)[0]) is None
+
+
+def test_a_rule_that_takes_no_sizes_of_several_steps_judges_step_by_step(tmp_path: Path) -> None:
+    ref, target = traces(tmp_path, Decoder, rounding(1), range(STEPS))
+    folded = fold(open_ranks(ref)[0], open_ranks(target)[0])
+    assert folded is not None
+
+    def judged_by_shape(ours: RankReader, theirs: RankReader) -> Judgement:
+        assert {slot.shape for record in theirs.records() for slot in record.slots}
+        return judge_ranks(ours, theirs)
+
+    assert judge_folded(folded, judged_by_shape) is None
+
+
+def test_integers_beyond_64_bits_are_no_sizes() -> None:
+    names = Names()
+    numbers = names.numbers([pack_plain([["seed", seed]]) for seed in (3, 4, 1 << 63, (1 << 64) - 1)])[:-1]
+    plain = plain_arguments(numbers, names)
+    assert plain[0] == plain[1] and len(set(plain.tolist())) == 3
 
 
 def test_an_alignment_answers_like_any_other(tmp_path: Path) -> None:

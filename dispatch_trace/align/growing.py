@@ -58,7 +58,12 @@ def _without_sizes(value: Any) -> Any:
         return [_without_sizes(one) for one in value]
     if isinstance(value, dict):
         return {name: _without_sizes(one) for name, one in value.items()}
-    return "#" if isinstance(value, int) and not isinstance(value, bool) else value
+    return "#" if _is_size(value) else value
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is an integer, of at most 64 bits; seeds may have more."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
 
 
 def together_of(values: Sequence[Any], steps: Together) -> Any:
@@ -68,7 +73,7 @@ def together_of(values: Sequence[Any], steps: Together) -> Any:
         return type(first)(together_of(ones, steps) for ones in zip(*values, strict=True))
     if isinstance(first, dict):
         return {name: together_of([one[name] for one in values], steps) for name in first}
-    if isinstance(first, int) and not isinstance(first, bool) and any(one != first for one in values):
+    if _is_size(first) and any(one != first for one in values):
         sizes: Any = np.array(values, dtype=np.int64)
         return each(sizes, steps)
     return first
