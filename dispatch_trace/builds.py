@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     Attributes:
       stem: what the build's file name begins with.
       source: the C++ file.
+      headers: files of ours that it includes.
       flags: options of the compiler.
       libraries: what follows the source in the command.
       facts: what else the build depends on.
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     stem: str
     source: Path
     flags: Sequence[str]
+    headers: Sequence[Path] = ()
     libraries: Sequence[str] = ()
     facts: Sequence[str] = ()
 
@@ -106,7 +108,8 @@ def _built(plan: Plan) -> Path:
         raise OSError("this machine is big-endian")
     compiler = _compiler()
     command = [compiler, *plan.flags, str(plan.source), *plan.libraries]
-    facts = [compiler, *plan.flags, *plan.libraries, *plan.facts, plan.source.read_text(encoding="utf-8")]
+    facts = [compiler, *plan.flags, *plan.libraries, *plan.facts]
+    facts += [path.read_text(encoding="utf-8") for path in (plan.source, *plan.headers)]
     facts += [platform.machine(), build_target(), str(Path(compiler).resolve().stat().st_mtime_ns)]
     name = f"{plan.stem}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:24]}.so"
     folder = _folder()

@@ -39,6 +39,7 @@ def plan() -> Plan:
             f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
             *(f"-I{each}" for each in headers),
         ),
+        sorted(_SOURCE.parent.glob("extension_*.h")),
         (f"-L{home / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"),
         (torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI"))),
     )
