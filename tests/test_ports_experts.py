@@ -307,3 +307,74 @@ def test_statistics_of_experts_in_another_order(model: nn.Module, tmp_path: Path
         one_expert_wrong(port)
     first = dt.align(traces[0], record(tmp_path / "wrong", port, ports.token_ids(), save="stats")).first
     assert first is not None and first.module == "tower.1.feed.crowd.1.out", first
+
+
+class Stacked(nn.Module):
+    """All experts in two weights [experts, in, out], as GPT-OSS (gate and up interleaved) and Llama 4 do."""
+
+    def __init__(self, mixture: Any, *, interleaved: bool) -> None:
+        super().__init__()
+        self.gate, self.interleaved = mixture.route, interleaved
+        both = torch.stack([expert.both.weight.T for expert in mixture.crowd])
+        if interleaved:
+            both = torch.stack(both.chunk(2, -1), -1).flatten(-2)
+        self.gate_up_proj = nn.Parameter(both.contiguous())
+        self.down_proj = nn.Parameter(torch.stack([e.out.weight.T for e in mixture.crowd]).contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        shares, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        shares = shares / shares.sum(-1, keepdim=True)
+        dense = torch.zeros(len(flat), 4, dtype=x.dtype).scatter(1, chosen, shares)
+        both = torch.bmm(flat.expand(4, *flat.shape), self.gate_up_proj)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, -1)
+        made = torch.bmm(F.silu(gate) * up, self.down_proj)
+        return (made * dense.T[..., None]).sum(0).view_as(x)
+
+
+def stacked(model: Any, *, interleaved: bool) -> nn.Module:
+    port: Any = Other(port_of(model, torch.arange(4)))
+    for block, theirs in zip(port.blocks, port_of(model, torch.arange(4)).tower, strict=True):  # type: ignore[arg-type]
+        block.ffn = Stacked(theirs.feed, interleaved=interleaved)
+    return port
+
+
+def expert_of_a_stack_wrong(net: Any) -> None:
+    net.blocks[1].ffn.gate_up_proj[1] *= -1.2
+
+
+def expert_wrong(net: Any) -> None:
+    net.blocks[1].ffn.experts[1].w2.weight *= -1.2
+
+
+def row_wrong(net: Any) -> None:
+    net.blocks[1].ffn.experts[1].w1.weight[3] *= -1.5
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("stack_first", "change", "module"),
+    [
+        (True, same, None),
+        (True, expert_wrong, "blocks.1.ffn.experts.1.w2"),
+        (True, row_wrong, "blocks.1.ffn.experts.1.w1"),
+        (False, same, None),
+        (False, expert_of_a_stack_wrong, "blocks.1.ffn"),
+    ],
+)
+def test_transposed_stacks_of_experts_against_modules_in_another_order(
+    stack_first: bool,
+    change: Callable[[Any], None],
+    module: str | None,
+    interleaved: bool,
+    model: nn.Module,
+    tmp_path: Path,
+) -> None:
+    nets = [stacked(model, interleaved=interleaved), Other(port_of(model, ORDER))]
+    ref, target = nets if stack_first else nets[::-1]
+    with torch.no_grad():
+        change(target)
+    ids = ports.token_ids()
+    alignment = dt.align(record(tmp_path / "ref", ref, ids), record(tmp_path / "target", target, ids))
+    assert alignment.verdict == ("match" if module is None else "diverged"), alignment.reasons
+    assert (alignment.first and alignment.first.module) == module, alignment.first

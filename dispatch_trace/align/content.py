@@ -130,7 +130,7 @@ class Layout:
       rows: the place of each row in the reference, where the first dim is in another order besides.
       ordered: False where the order is not known; the index then only counts.
 
-    Weights of more than two dims that are laid out along their first count as matrices of all their rows.
+    Stacks of matrices count as one matrix of all their rows (axis 0), or of all their columns (axis 1).
     """
 
     parts: tuple[int, ...]
@@ -190,6 +190,8 @@ class Layout:
                 p.reshape(-1, p.shape[-1]) if len(p) != n else p
                 for p, n in zip(parts, self.sizes, strict=True)
             ]
+        elif self.ref_axis == 1:
+            parts = [columns_of(p) for p in parts]
         if self.rows:
             parts = [p[np.array(self.rows)] for p in parts]
         whole = np.concatenate(parts, axis=self.ref_axis) if len(parts) > 1 else parts[0]
@@ -344,6 +346,8 @@ class Comparer:
         if ref.size != target.size:
             return unknown(f"shapes differ: {list(ref.shape)} against {list(target.shape)}")
         layout = self._layouts[ref_id]
+        if layout.axis == 1:
+            target = columns_of(target)
         if OWN in layout.index:
             axis = layout.axis - ref.ndim  # from the end: leading dims may be flattened on one side
             kept = np.flatnonzero(np.array(layout.index) != OWN)
@@ -481,6 +485,11 @@ class Comparer:
             transform="" if a.shape == b.shape else "reshaped",
             floor=each(np.where(equal, 0.0, SKETCH_FLOOR), steps),
         )
+
+
+def columns_of(stack: Array) -> Array:
+    """The columns of all matrices of a stack [n, rows, columns] side by side; a matrix as it is."""
+    return stack if stack.ndim != 3 else np.moveaxis(stack, 1, 0).reshape(stack.shape[1], -1)
 
 
 def sketch_difference(why: int, nonfinite: int, rho: float, same_shape: bool) -> Difference:

@@ -8,11 +8,13 @@ it taken for one; a list alone in another order is a bug.
 
 from __future__ import annotations
 
+import itertools
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -193,25 +195,46 @@ class _Lists:
 
 
 def _stacked(weights: Sequence[WeightPair], lists: _Lists) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """The same for lists of the target that are slices of one weight of the reference, in order."""
-    slices: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    """The same for lists of one side that are slices of one weight of the other, in order."""
+    places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     torn = set()
     for pair in weights:
-        shape = pair.ref[0].slots[0].shape
-        if pair.layout is None or len(pair.ref) != 1 or len(shape) != 3 or pair.layout.ref_axis != 0:
-            continue
-        numbers = {i // shape[1] for i in pair.layout.index}
-        for home, numbered in lists.params[1].items():
-            match = re.match(re.escape(home) + r"\.(\d+)(?:\.|$)", pair.target.module)
-            if match is None or len(numbered) != shape[0]:
-                continue
-            key, place = (pair.ref[0].module, home), int(match[1])
-            if len(numbers) != 1 or slices[key].setdefault(place, *numbers) not in numbers:
+        for key, place, number in _slices(pair, lists):
+            if places[key].setdefault(place, number) != number:
                 torn.add(key)
-    for key, places in slices.items():
-        order = tuple(places[place] for place in sorted(places))
-        if key not in torn and sorted(places) == sorted(order) == list(range(len(order))):
+    for key, numbers in places.items():
+        order = tuple(numbers[place] for place in sorted(numbers))
+        if key not in torn and sorted(numbers) == sorted(order) == list(range(len(order))):
             yield *key, order
+
+
+def _slices(pair: WeightPair, lists: _Lists) -> Iterator[tuple[tuple[str, str], int, int]]:
+    """((path in the reference, in the target), place in the target, number in the reference) of matrices."""
+    layout = pair.layout
+    if layout is None or not layout.ordered:
+        return
+    shapes = pair.ref[0].slots[0].shape, pair.target.slots[0].shape
+    if len(pair.ref) == 1 and len(shapes[0]) == 3:
+        rows = shapes[0][2 if layout.ref_axis else 1]
+        for home, place in _members(lists.params[1], pair.target.module, shapes[0][0]):
+            for number in {i // rows for i in layout.index}:
+                yield (pair.ref[0].module, home), place, number
+    elif len(pair.ref) > 1 and len(shapes[1]) == 3:
+        rows = shapes[1][2 if layout.axis else 1]
+        starts = list(itertools.accumulate(layout.sizes))
+        parts = [bisect_right(starts, i) if i >= 0 else -1 for i in layout.index]
+        for place in range(shapes[1][0]):
+            for part in set(parts[place * rows : (place + 1) * rows]) - {-1}:
+                for home, number in _members(lists.params[0], pair.ref[part].module, shapes[1][0]):
+                    yield (home, pair.target.module), place, number
+
+
+def _members(lists: Mapping[str, Mapping[int, Any]], path: str, count: int) -> Iterator[tuple[str, int]]:
+    """(list, number) of a module in lists of so many."""
+    for home, numbered in lists.items():
+        match = re.match(re.escape(home) + r"\.(\d+)(?:\.|$)", path)
+        if match is not None and len(numbered) == count:
+            yield home, int(match[1])
 
 
 def _routers(
@@ -231,8 +254,10 @@ def _routers(
     for (model, path, name), versions in ref.params.items():
         record = versions[0]
         shape = record.slots[0].shape
-        inside = f"{path}.".startswith(beneath)
-        if model not in models or not f"{path}.".startswith(around) or inside or shape[:1] != (len(order),):
+        below = f"{path}."[len(beneath) :].partition(".")[0] if f"{path}.".startswith(beneath) else ""
+        if model not in models or not f"{path}.".startswith(around) or below.isdigit() or len(shape) > 2:
+            continue
+        if shape[:1] != (len(order),):
             continue
         known = by_content.get(record.seq)
         if known is None:

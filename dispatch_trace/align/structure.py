@@ -160,18 +160,27 @@ def find_structure(
     theirs, ours = ({call.path for call in program.calls.values()} for program in (ref, target))
     pinned = {path: renames.by_rule(path) for path in theirs if renames.by_rule(path) in ours}
     lone = len(theirs) - len(pinned), len(ours) - len(set(pinned.values()))
-    if not all(lone) or not models:
+    if not models:
         return [], []
-    if not renames and len(pinned) <= _FEW * min(len(theirs), len(ours)):
+    if all(lone) and not renames and len(pinned) <= _FEW * min(len(theirs), len(ours)):
         pinned = {path: new for path, new in pinned.items() if not path}  # names agree by chance
     taken = set()
     for (model, path, name), versions in ref.params.items():
         named = target.params.get((models.get(model, model), renames.by_rule(path), name), ())
         if named and (path in pinned or path not in theirs):
             taken |= {(0, versions[0].seq), (1, named[0].seq)}
+    stacks = [
+        any(len(v[0].slots[0].shape) == 3 and (side, v[0].seq) not in taken for v in program.params.values())
+        for side, program in enumerate((ref, target))
+    ]
+    if not all(lone) and stacks[0] == stacks[1]:
+        return [], []
     weights = pair_weights(ref, target, comparer, taken, notices)
     gathering = Gathering(ref, target, comparer, weights, taken)
     alike = gathering.by_figures()
+    if not all(lone):  # the same modules, of which one side holds a list in one weight
+        gathering.by_place(pinned)
+        return weights + gathering.routers(), gathering.unions()
     renames.found = pair_modules(theirs, ours, weights, pinned, alike) | pinned
     gathering.by_place(renames.found)
     weights += gathering.routers()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from dispatch_trace.align.canon import dtype_class, family
-from dispatch_trace.align.content import OWN, ZEROS, Comparer, Layout
+from dispatch_trace.align.content import OWN, ZEROS, Comparer, Layout, columns_of
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.metrics import coarser, round_to
 from dispatch_trace.schema import StoredRecord
@@ -201,7 +201,7 @@ class _Weights:
     def _lines(
         self, side: int, record: StoredRecord, rounding: str, axes: Collection[int]
     ) -> Iterator[tuple[int, Array]]:
-        """The rows (axis 0) or columns (axis 1) of a matrix; of a stack of matrices their rows."""
+        """The rows (axis 0) or columns (axis 1) of a matrix; of a stack of matrices those of all of them."""
         slot = record.slots[0]
         dims = len(slot.shape)
         if dims not in (2, 3) or dtype_class(slot.dtype) != "f" or max(slot.shape[-2:]) < _MIN_ROW:
@@ -212,8 +212,8 @@ class _Weights:
         array = round_to(array, rounding) + 0.0  # no negative zeros
         if 0 in axes and array.shape[-1] >= _MIN_ROW:
             yield 0, np.ascontiguousarray(array).reshape(-1, array.shape[-1])
-        if 1 in axes and dims == 2 and array.shape[0] >= _MIN_ROW:
-            yield 1, np.ascontiguousarray(array.T)
+        if 1 in axes and array.shape[-2] >= _MIN_ROW:
+            yield 1, np.ascontiguousarray(columns_of(array).T)
 
     def _layout(
         self, target: StoredRecord, axis: int, places: list[tuple[int, int, int]]
@@ -321,9 +321,9 @@ def _home(record: StoredRecord) -> tuple[str, str]:
 
 
 def _num_lines(record: StoredRecord, axis: int) -> int:
-    """Rows or columns of a matrix; rows of all matrices of a stack."""
+    """Rows or columns of a matrix; those of all matrices of a stack."""
     shape = record.slots[0].shape
-    return shape[1] if axis == 1 else math.prod(shape[:-1])
+    return math.prod(shape) // shape[-2 if axis else -1]
 
 
 def _digest(line: Array) -> bytes:
