@@ -8,12 +8,12 @@ so trees of other depth and other nesting pair as far as they mean the same, and
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from dispatch_trace.align.content import Comparer, Layout
 from dispatch_trace.align.graph import Program
 from dispatch_trace.align.modules import Renames
-from dispatch_trace.align.unions import Gathering, Union
+from dispatch_trace.align.unions import Gathering, Union, common_path
 from dispatch_trace.align.weights import NUMBER, WeightPair, pair_weights
 from dispatch_trace.schema import StoredRecord
 
@@ -120,26 +120,14 @@ def _gathered(partners: Mapping[str, set[str]], paths: Collection[str]) -> dict[
     found: dict[str, str] = {}
     known = set(paths)
     for path, others in partners.items():
-        common = _common(sorted(others))
+        common = common_path(sorted(others))
         while True:
             if path in known:
-                found[path] = common if path not in found else _common([found[path], common])
+                found[path] = common if path not in found else common_path([found[path], common])
             if not path:
                 break
             path = path.rpartition(".")[0]
     return found
-
-
-def _common(paths: Sequence[str]) -> str:
-    """The longest path that all of these lie in or are."""
-    first = paths[0].split(".") if paths[0] else []
-    last = len(first)
-    for path in paths[1:]:
-        names = path.split(".") if path else []
-        last = min(last, len(names))
-        while first[:last] != names[:last]:
-            last -= 1
-    return ".".join(first[:last])
 
 
 def find_structure(

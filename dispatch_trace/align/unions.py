@@ -137,7 +137,8 @@ class Gathering:
             count, shape = len({r.module for r in members}), stack[0].slots[0].shape
             if len(stack) > 1 or len(shape) != 3 or shape[0] != count or count < 2:
                 continue
-            around = [f"{_common(side).rpartition('.')[0]}." for side in (theirs, ours)]
+            paths = [common_path(r.module for r in side) for side in (theirs, ours)]
+            around = [f"{path.rpartition('.')[0]}." for path in paths]
             for a, b in self.found:
                 sides = a, b
                 if len(a) == len(b) == 1 and a[0].slots[0].shape == b[0].slots[0].shape:
@@ -175,7 +176,7 @@ class Gathering:
         Args:
           alone: whether a single parameter faces them.
         """
-        path = _common(records)
+        path = common_path(record.module for record in records)
         if len(records) > 1 or alone:
             return path
         owned = {key for key in self._programs[side].params if key[1] == path and key[2] != "bias"}
@@ -220,11 +221,11 @@ def _chosen(group: Sequence[T], least: int) -> Iterator[tuple[T, ...]]:
             yield from itertools.combinations(group, count)
 
 
-def _common(records: Iterable[StoredRecord]) -> str:
-    """The innermost path around some modules; of one its own."""
-    paths = [record.module.split(".") for record in records]
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
-    return ".".join(names[0] for names in same)
+def common_path(paths: Iterable[str]) -> str:
+    """The longest path that all of these lie in or are."""
+    names = [path.split(".") for path in paths]
+    same = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*names, strict=False))
+    return ".".join(each[0] for each in same)
 
 
 def _alike(listed: Sequence[_Gathered], ours: _Gathered) -> Iterator[_Gathered]:
@@ -281,4 +282,4 @@ def _made(ref: Program, target: Program, weights: Union) -> Iterator[Union]:
             yield Union(theirs, ours)
 
 
-__all__ = ["Gathering", "Union"]
+__all__ = ["Gathering", "Union", "common_path"]
