@@ -127,6 +127,7 @@ class Program:
         self.params: dict[tuple[str, str, str], list[StoredRecord]] = defaultdict(list)
         self.consumers: dict[Value, list[tuple[int, int]]] = defaultdict(list)
         self._leaves: dict[int, Value] = {}  # content -> the parameter or first reader that holds it
+        self._returned: dict[int, list[Value]] = defaultdict(list)  # content -> what compiled regions returned
         self._origins: dict[Value, tuple[Origin, ...]] = {}
         self._edges: dict[int, StoredSlot | None] = {}
         self._is_edge: dict[int, bool] = {}
@@ -148,9 +149,14 @@ class Program:
                     if slot.content >= 0:
                         self._leaves.setdefault(slot.content, (record.seq, slot.index))
         for record in self.records.values():
+            opaque = record.kind == "module" and record.note.startswith("opaque")
             for slot in record.slots:
-                if slot.leaf and slot.content >= 0 and not slot.producers:
+                if slot.content < 0 or slot.producers:
+                    continue
+                if slot.leaf:
                     self._leaves.setdefault(slot.content, (record.seq, slot.index))
+                elif opaque and slot.role == "out" and slot.is_tensor:
+                    self._returned[slot.content].append((record.seq, slot.index))
         for record in self.records.values():
             if record.kind == "op" and not self.is_edge(record):
                 for slot in record.slots:
@@ -214,7 +220,9 @@ class Program:
                 found.setdefault(origin.value, origin)
         if not found:
             # One leaf may be read many times; an inner tensor of a parameter (its codes) is the parameter's.
-            known = self._leaves.get(slot.content) if slot.leaf and record.kind != "param" else None
+            known = None
+            if slot.leaf and record.kind != "param":
+                known = self._returned_before(record, slot) or self._leaves.get(slot.content)
             return (Origin(known if known is not None else (record.seq, slot.index)),)
         if len(found) > 1:
             # Written piece by piece: what was only allocated is no part of the value.
@@ -229,6 +237,11 @@ class Program:
                 ]
             return tuple(made[-_MAX_ORIGINS:])
         return tuple(found.values())
+
+    def _returned_before(self, record: StoredRecord, slot: StoredSlot) -> Value | None:
+        """What a compiled region returned last with the content of a leaf, in its memory: no op made it."""
+        found = [v for v in self._returned.get(slot.content, ()) if v[0] < record.seq]
+        return next((v for v in reversed(found) if self.slot(v).storage == slot.storage), None)
 
     def held_content(self, record: StoredRecord, slot: StoredSlot) -> int:
         """Number of the content that a slot holds, element by element; -1 where none was recorded.

@@ -187,6 +187,15 @@ class ModuleTable:
         if (model, path) not in paths:
             paths.append((model, path))
 
+    def add_wrapper(self, module: torch.nn.Module) -> None:
+        """Registers a wrapper around compiled code that was made during the run, by the paths of what it wraps."""
+        inner = module
+        while isinstance(below := getattr(inner, "_orig_mod", None), torch.nn.Module):
+            inner = below
+        for model, path in list(self._paths.get(id(inner), ())):
+            self._register(model, path, module)
+            self.compiled.add(id(module))
+
     def get(self, module: torch.nn.Module) -> list[tuple[str, str]] | None:
         """Every (model, path) of the object, or None."""
         return self._paths.get(id(module))

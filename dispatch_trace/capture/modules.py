@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture import meta
-from dispatch_trace.capture.compiled import Region
+from dispatch_trace.capture.compiled import Region, compile_context
 from dispatch_trace.capture.frames import (
     STEPS_KEPT,
     Calls,
@@ -275,6 +275,8 @@ class ModuleRecorder:
         state = tracer.state
         if state.busy or state.resting:
             return None
+        if module not in self._regions and state.region is None and compile_context(module) is not None:
+            self._compiled_late(module)
         paths = tracer.table.get(module)
         if paths is None:
             if not tracer.adopts_root or state.frame is not None:
@@ -314,6 +316,17 @@ class ModuleRecorder:
             except Exception as error:
                 tracer.fault(error)
         return frame
+
+    def _compiled_late(self, module: torch.nn.Module) -> None:
+        """Takes note of a known module that the program has compiled, or wrapped, during the run."""
+        tracer = self._tracer
+        try:
+            tracer.table.add_wrapper(module)
+            if tracer.table.get(module) is not None:
+                self._regions.add_late(module)
+                tracer.writer.amend_header(self._regions.header())
+        except Exception as error:
+            tracer.fault(error)
 
     def _find_root(self, module: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
         """Name and module of the root to adopt now that a module is called that is in none."""

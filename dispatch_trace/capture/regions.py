@@ -103,6 +103,14 @@ class Regions:
             self._regions[id(region.module)] = region
             region.watch(modules, inputs=tracer.options.inputs)
 
+    def add_late(self, module: torch.nn.Module) -> None:
+        """A region that the program compiled during the run: its border is recorded, its modules get no hooks.
+
+        Hooks need a compilation of their own, and what the program has compiled before (another wrapper around
+        the same module, say) may be what it goes on with.
+        """
+        self._regions[id(module)] = Region(module)
+
     def release(self) -> None:
         for region in self._regions.values():
             region.release()

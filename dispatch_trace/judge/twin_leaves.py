@@ -1,6 +1,7 @@
 """Harmonised leaves: both float64 runs start from the same numbers where the programs mean the same.
 
-* Leaves of two float dtypes whose elements round to the same in the coarser one: both runs get that.
+* Leaves of two float dtypes whose elements round to the same in the coarser one: both runs get that. Where the
+  finer one's round to the same numbers in another order (a transposed weight), it is rounded as it stands.
 * A leaf of one side that stands for what the other computes (a table, say), equal within rounding as
   recorded: both get the computed one (the leaf, where only the target computes).
 * A weight that one side keeps rounded to a grid, as far as the estimates grant it: both get the grid's.
@@ -194,6 +195,13 @@ class Leaves:
                 self._give_ref(a, b)
             self._roundings[a_dtype, b_dtype] += 1
             self.healed.append(Healed(link.ref, link.target, error, f"rounded to {common}"))
+        elif _hold_same_numbers(rounded, target.to(rounded.dtype)):
+            # In another order, which the program may undo: rounded where they stand.
+            if common == b_dtype:
+                self._ref[a] = _rounding(pairing.ref.reader, a, common)
+            else:
+                self._target[b] = _rounding(pairing.target.reader, b, common)
+            self._roundings[a_dtype, b_dtype] += 1
         elif not self._grid(link, a, b, error):
             self._unlike += 1
             self._ref[a] = _holding(torch.where(same, rounded.double(), ref.double()))
@@ -303,6 +311,14 @@ def _equal_rounded(
     same = _same(rounded.double(), other.double())
     twice = ~same & ((target.double() - ref.double()).abs() <= _unit(ref.double(), dtype))
     return same | twice if float(twice.double().mean()) <= _TWICE_SHARE else same
+
+
+def _hold_same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same numbers, in whatever order."""
+    ends = a.aminmax(), b.aminmax()  # most that differ need no sorting
+    if ends[0].min != ends[1].min or ends[0].max != ends[1].max:
+        return False
+    return torch.equal(a.flatten().sort().values, b.flatten().sort().values)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
