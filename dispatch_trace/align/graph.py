@@ -127,7 +127,7 @@ class Program:
         self.params: dict[tuple[str, str, str], list[StoredRecord]] = defaultdict(list)
         self.consumers: dict[Value, list[tuple[int, int]]] = defaultdict(list)
         self._leaves: dict[int, Value] = {}  # content -> the parameter or first reader that holds it
-        self._returned: dict[int, list[Value]] = defaultdict(list)  # content -> what compiled regions returned
+        self._returned: dict[int, list[Value]] = defaultdict(list)  # content -> results of compiled regions
         self._origins: dict[Value, tuple[Origin, ...]] = {}
         self._edges: dict[int, StoredSlot | None] = {}
         self._is_edge: dict[int, bool] = {}

@@ -188,7 +188,7 @@ class ModuleTable:
             paths.append((model, path))
 
     def add_wrapper(self, module: torch.nn.Module) -> None:
-        """Registers a wrapper around compiled code that was made during the run, by the paths of what it wraps."""
+        """Registers a wrapper that was made during the run, by the paths of what it wraps."""
         inner = module
         while isinstance(below := getattr(inner, "_orig_mod", None), torch.nn.Module):
             inner = below

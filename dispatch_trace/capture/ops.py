@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dispatch_trace.capture.frames import Frame, ThreadState, in_checkpoint_recompute, owner_of_node
-from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode
+from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode, intercepts_ops
 from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node
@@ -224,7 +224,7 @@ def _is_composite(func: OpOverload) -> bool:
 
 def _any_subclass(types: Sequence[type]) -> bool:
     """Whether one of them intercepts ops; autograd lists plain tensors when it saves a result (`detach`)."""
-    return any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types)  # type: ignore[attr-defined]
+    return any(map(intercepts_ops, types))
 
 
 class OpRecorder(TorchDispatchMode):
@@ -365,6 +365,9 @@ def before_op(
     kwargs: dict[str, Any],
 ) -> RawRecord:
     """Numbers the op and looks at its inputs, before it runs."""
+    if any(type(value) is torch.nn.Parameter for value in args):
+        with tracer.own_ops(state, in_dispatch=True):
+            tracer.record_moved_parameters(state, args, frame.step)
     n, seq = frame.count(info.base), tracer.next_seq()
     record = info.record(
         frame,
@@ -439,7 +442,7 @@ def after_op(
             if isinstance(value, torch.Tensor):
                 if any(value is w for w in written):
                     continue
-                if type(value) not in PLAIN_TENSORS and _any_subclass((type(value),)):
+                if type(value) not in PLAIN_TENSORS and intercepts_ops(type(value)):
                     slots += tracer.subclass_slots(name, value, "out")
                     continue
                 slot, alias = storages.produced(

@@ -104,10 +104,10 @@ class Regions:
             region.watch(modules, inputs=tracer.options.inputs)
 
     def add_late(self, module: torch.nn.Module) -> None:
-        """A region that the program compiled during the run: its border is recorded, its modules get no hooks.
+        """A region that was compiled during the run: its border is recorded, its modules get no hooks.
 
-        Hooks need a compilation of their own, and what the program has compiled before (another wrapper around
-        the same module, say) may be what it goes on with.
+        Hooks need a compilation of their own, and the program may go on with what it has compiled before
+        (by another wrapper around the same module, say).
         """
         self._regions[id(module)] = Region(module)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dispatch_trace.capture.known_parameters import Key, KnownParameters
 from dispatch_trace.geometry import extent_of
 from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawSlot, Save, SlotFacts
 from dispatch_trace.store.writer import TraceWriter
@@ -193,7 +194,7 @@ class Storages:
         self.written_parameters: set[int] = set()
         self.by_address: dict[int, StorageEntry] = {}
         self._by_object: dict[int, ObjectEntry] = {}
-        self._parameters: dict[tuple[str, str, str], tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.known_parameters = KnownParameters()
         self.geometries: dict[Geometry, int] = {}
         self._next_geometry = itertools.count().__next__
         self._next_number = itertools.count().__next__
@@ -421,23 +422,20 @@ class Storages:
             if entry.told is None or not entry.told.parameters:
                 entry.forget()
 
-    def parameter_is_current(self, tensor: torch.Tensor, known: tuple[str, str, str]) -> bool:
+    def parameter_is_current(self, tensor: torch.Tensor, known: Key) -> bool:
         """Whether the last record of the parameter (model, path, name) still shows its value."""
-        state = self._parameters.get(known)
-        if state is None or state[0]() is not tensor:
-            return False
-        if not tensor.is_inference() and tensor._version > state[1]:
-            return False
         entry = self.known(tensor)
-        return entry is None or entry.number not in self.written_parameters
+        written = entry is not None and entry.number in self.written_parameters
+        return not written and self.known_parameters.is_current(tensor, known)
 
-    def remember_parameter(self, tensor: torch.Tensor, known: tuple[str, str, str]) -> None:
-        version = 0 if tensor.is_inference() else tensor._version
-        self._parameters[known] = (weakref.ref(tensor), version)
+    def ends_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was written since its last record as a parameter, whatever its version says."""
+        entry = self.known(tensor)
+        return entry is None or (geometry(tensor) or ()) not in entry.history.parameters
 
-    def parameter(self, tensor: torch.Tensor, known: tuple[str, str, str], seq: int) -> RawSlot:
+    def parameter(self, tensor: torch.Tensor, known: Key, seq: int) -> RawSlot:
         """The slot of a parameter or buffer; leaves that read it will name this record."""
-        self.remember_parameter(tensor, known)
+        self.known_parameters.remember(tensor, known)
         slot, g = self.describe(tensor, "out", "out")
         if tensor.is_meta:
             slot.note = "meta tensor"

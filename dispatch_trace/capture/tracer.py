@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DEMO_FILE = _PACKAGE_DIR + "demo.py"  # its models stand for a user's code
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def intercepts_ops(cls: type) -> bool:
+    """Whether a tensor class sees ops itself; one with `__torch_function__` alone holds plain data."""
+    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
 def encode(value: Any) -> Any:
@@ -473,8 +478,11 @@ class Tracer:
                     name, role, dtype=dtype_name(value.dtype), shape=shape_of(value), device=str(value.device)
                 )
             ]
-        if type(value) not in PLAIN_TENSORS and value.layout is not torch.jagged:
-            return self.subclass_slots(name, value, role)
+        if type(value) not in PLAIN_TENSORS:
+            if intercepts_ops(type(value)) and value.layout is not torch.jagged:
+                return self.subclass_slots(name, value, role)
+            with torch._C.DisableTorchFunctionSubclass():  # what it makes of functions is the program's
+                value = value.as_subclass(torch.Tensor) if value.layout is not torch.jagged else value
         slot = self.guarded(name, role, value, lambda s: s.read(value, name, -1, -1, own=True, fresh=fresh))
         slot.role = role
         if role == "out":
@@ -528,13 +536,28 @@ class Tracer:
         """The same for those that a recorded op has written since."""
         if self.storages is None or not self.storages.written_parameters or self.options.params == "none":
             return
-        numbers = list(self.storages.written_parameters)
+        owners = [o for n in self.storages.written_parameters for o in self._parameter_owners.get(n, ())]
         self.storages.written_parameters.clear()
-        for number in numbers:
-            for model, path, module, attribute in self._parameter_owners.get(number, ()):
-                tensor = module._parameters.get(attribute, module._buffers.get(attribute))
-                if tensor is not None:
-                    self._record_parameter(state, model, path, module, attribute, tensor, step)
+        tensors = [module._parameters.get(name, module._buffers.get(name)) for _, _, module, name in owners]
+        # A write through `.data` moves no version that a parameter has.
+        ended = [tensor is not None and self.storages.ends_parameter(tensor) for tensor in tensors]
+        for (model, path, module, name), tensor, has_ended in zip(owners, tensors, ended, strict=True):
+            if has_ended:
+                self.storages.known_parameters.forget((model, path, name))
+            if tensor is not None:
+                self._record_parameter(state, model, path, module, name, tensor, step)
+
+    def record_moved_parameters(self, state: ThreadState, args: Iterable[Any], step: int) -> None:
+        """The same for those that an op is about to read, and that were given other memory (`.data = x`)."""
+        if self.storages is None or self.options.params == "none":
+            return
+        for tensor in args:
+            key = self.storages.known_parameters.moved(tensor) if type(tensor) is torch.nn.Parameter else None
+            if key is None:
+                continue
+            for model, path, module in list(self.table.items()):
+                if (model, path) == key[:2]:
+                    self._record_parameter(state, model, path, module, key[2], tensor, step)
 
     def _record_parameters_of(
         self, state: ThreadState, model: str, path: str, module: torch.nn.Module, step: int
@@ -568,7 +591,7 @@ class Tracer:
                 owners.append((model, path, module, attribute))
             slots = [slot]
         else:
-            self.storages.remember_parameter(tensor, known)
+            self.storages.known_parameters.remember(tensor, known)
             slots = self.subclass_slots("out", tensor, "out")
         self.put(
             RawRecord(

@@ -27,6 +27,7 @@ _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
 _lazy_clone = torch._lazy_clone
 _Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
 
 _CREDIT_BYTES = 1 << 18  # of snapshots, announced to the writer together, at most
 NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0, -1)
@@ -141,7 +142,8 @@ class ValueRecorder(RowRecorder):
         by_address, geometries = self._by_address, self._storages.geometries
         try:
             for value in args:
-                if type(value) in PLAIN_TENSORS:
+                kind = type(value)
+                if kind in PLAIN_TENSORS:
                     # As `_read`, without the call.
                     entry = by_address.get(value.untyped_storage()._cdata)
                     if entry is None:
@@ -152,6 +154,8 @@ class ValueRecorder(RowRecorder):
                         return ()
                     if fact[5] >= SLOT_IS_NEW:
                         new.append((entry, g, len(facts)))
+                    elif kind is _Parameter and not fact[5] and len(fact[3]) < 2:
+                        return ()  # given the memory of something else: no record of the parameter shows this
                     facts.append(fact)
                     add(fact[6])
                 elif value is None:

@@ -233,9 +233,27 @@ class Operands:
             "expected": self._sites.describe(self._ref, theirs.value),
             "found": self._sites.describe(self._target, ours.value),
         }
+        writer = self._wrote_over(theirs.value, ours.value)
+        if writer is not None:
+            evidence["reader"] = record.op
+            hint = "overwrites what is read again later"
+            return self._sites.finding(writer, writer.op, "wiring", evidence, state, hint=hint)
         return self._sites.finding(
             self._meeting(record, theirs, ours), record.op, "wiring", evidence, state, where=record
         )
+
+    def _wrote_over(self, ref: Value, target: Value) -> StoredRecord | None:
+        """The op that wrote a value of the target over the one that the reference reads."""
+        record = self._target.records[target[0]]
+        if record.slots[target[1]].role != "written":
+            return None
+        pair = self._pairing.ops.get(record.seq)
+        if pair is None or any(s.role == "written" for s in self._ref.records[pair.ref].slots):
+            return None  # the reference writes as well: what is read is another question
+        memory = record.slots[target[1]].storage
+        before = [s for s in self._target.inputs(record) if s.storage == memory >= 0]
+        read = [o.value for s in before for o in self._target.origins(record, s)]
+        return record if any(self._stands_for(ref, value) for value in read) else None
 
     def _shows_same(
         self,
@@ -290,7 +308,7 @@ class Operands:
         """
         reader = list(self._target.call_of(record).enclosing())
         source = self._target.records[ours.value[0]]
-        if source.kind == "param":
+        if source.kind == "param" or self._kept_both(reader[0], record, theirs.value, ours.value):
             return record
         around = {id(c) for c in self._target.call_of(source).enclosing()}
         common = next((c for c in reader if id(c) in around), reader[0])
@@ -298,16 +316,28 @@ class Operands:
         chosen = next((c for c in inside if self._was_given_both(c, theirs.value, ours.value)), common)
         return record if chosen is reader[0] else chosen
 
-    def _was_given_both(self, call: Call, ref: Value, target: Value) -> bool:
-        """Whether a call of the target was handed a value and has one that stands for a reference value."""
-        if call.record is None:
+    def _kept_both(self, call: Call, record: StoredRecord, ref: Value, target: Value) -> bool:
+        """Whether a module took one of two values of its own: parameters, or what earlier calls made."""
+        theirs, ours = self._ref.records[ref[0]], self._target.records[target[0]]
+        homes = {self._pairing.renames.nearest(theirs.module), ours.module}
+        if homes != {record.module} or call.record is None or self._target.call_of(ours).key == call.key:
             return False
-        given = {
+        return target not in self._given(call)
+
+    def _given(self, call: Call) -> set[Value]:
+        """Values that a call of the target was handed, as far as that was recorded."""
+        if call.record is None:
+            return set()
+        return {
             origin.value
             for slot in call.record.slots
             if slot.role == "in" and slot.is_tensor
             for origin in self._target.origins(call.record, slot)
         }
+
+    def _was_given_both(self, call: Call, ref: Value, target: Value) -> bool:
+        """Whether a call of the target was handed a value and has one that stands for a reference value."""
+        given = self._given(call)
         if target not in given:
             return False
         return self._makes(call, ref) or any(self._stands_for(ref, value) for value in given - {target})

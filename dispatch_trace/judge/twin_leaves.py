@@ -1,7 +1,7 @@
 """Harmonised leaves: both float64 runs start from the same numbers where the programs mean the same.
 
-* Leaves of two float dtypes whose elements round to the same in the coarser one: both runs get that. Where the
-  finer one's round to the same numbers in another order (a transposed weight), it is rounded as it stands.
+* Leaves of two float dtypes whose elements round to the same in the coarser one: both runs get that. Where
+  they round to the same numbers in another order (a transposed weight), the finer is rounded as it stands.
 * A leaf of one side that stands for what the other computes (a table, say), equal within rounding as
   recorded: both get the computed one (the leaf, where only the target computes).
 * A weight that one side keeps rounded to a grid, as far as the estimates grant it: both get the grid's.
