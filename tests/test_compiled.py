@@ -217,6 +217,68 @@ def test_compiled_parts_of_an_eager_model_keep_their_paths(tmp_path: Path) -> No
     assert dt.align(tmp_path / "t", tmp_path / "t").verdict == "match"
 
 
+def test_what_is_compiled_during_the_run_is_a_region_with_the_path_of_its_module(tmp_path: Path) -> None:
+    reference, model = net(), net()
+    with torch.no_grad():
+        with dt.record(tmp_path / "ref", reference, save="tensors"):
+            expected = reference(x()), reference(x(2))
+        with dt.record(tmp_path / "t", model, save="tensors"):
+            model.layers[1] = compiled(model.layers[1], "aot_eager")
+            model.head.compile(backend="eager")
+            assert torch.equal(model(x()), expected[0])
+            assert torch.equal(compiled(model, fullgraph=False)(x(2)), expected[1])
+    trace = dt.open(tmp_path / "t")
+    first = {r.module: r.note for r in trace.find(kind="module", step=0) if r.note}
+    assert first == {
+        "layers.1": "opaque: compiled region (aot_eager)",
+        "head": "opaque: compiled region (eager)",
+    }
+    assert not list(trace.find(module="layers.1.fc", step=0)), "its modules have no hooks"
+    ((whole,),) = ([r for r in trace.find(kind="module", step=1)],)
+    assert (whole.module, whole.note) == ("", "opaque: compiled region (eager)")
+    assert torch.equal(whole.tensor(), expected[1])
+    assert dt.align(tmp_path / "ref", tmp_path / "t").verdict == "match"
+
+
+def test_a_wrong_region_within_an_eager_model_is_blamed_itself(tmp_path: Path) -> None:
+    """Also where a region returns the same values twice, and nothing but elementwise ops reads them."""
+
+    def wrong_backend(graph: Any, example_inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            node.target = torch.sigmoid if node.target is torch.tanh else node.target
+        graph.recompile()
+        return graph.forward
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.fc(x))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head = Part(), Part(), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            return self.head(torch.relu(self.b(x)) + torch.relu(self.b(x)))
+
+    torch.manual_seed(0)
+    model = Whole().eval()
+    with torch.no_grad():
+        with dt.record(tmp_path / "ref", model, save="tensors"):
+            model(x())
+        model.b = compiled(model.b, wrong_backend)
+        with dt.record(tmp_path / "target", model, save="tensors"):
+            model(x())
+    found = dt.align(tmp_path / "ref", tmp_path / "target")
+    assert found.verdict == "diverged" and found.first is not None
+    assert (found.first.module, found.first.call, found.first.label) == ("b", 0, "introduced")
+
+
 def test_a_trace_of_a_compiled_run_lines_up_with_an_eager_one(tmp_path: Path) -> None:
     reference, target = net(), compiled(net())
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -183,6 +183,38 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own deprecations, of scripting and compiling
+class Counted(torch.Tensor):
+    """Plain data; counts the functions that it goes through."""
+
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("save", ["tensors", "leaves", "stats"])
+def test_a_subclass_that_sees_functions_sees_none_of_ours(tmp_path: Any, save: str) -> None:
+    torch.manual_seed(0)
+    model, plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(2, 4)
+    x = plain.as_subclass(Counted)
+    Counted.calls.clear()
+    with torch.no_grad():
+        expected = model(plain)
+        model(x)
+        alone = list(Counted.calls)
+        Counted.calls.clear()
+        with dt.record(tmp_path / "t", model, save=save):
+            model(x)
+    assert Counted.calls == alone == ["linear", "tanh"]
+    (record,) = dt.open(tmp_path / "t").find(kind="module", module="")
+    if save == "stats":
+        assert record.stats()["n"] == 8
+    else:
+        assert torch.equal(record.tensor(), expected) and torch.equal(record.tensor("in[0]"), plain)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_and_random_state_are_bit_identical(tmp_path: Any, name: str) -> None:
     want = run(name)

@@ -44,8 +44,10 @@ def inputs():
 
 EXPECT = {
     "where": {"module": "distance", "op": "aten.div.Tensor"},
+    "accept": ["aten.sqrt.default"],
     "kind": "non-finite-gradient",
-    "note": "the forward pass agrees; 0 / 0 in the backward pass",
+    "note": "what the forward pass returns agrees; 0 / 0 in the backward pass. (The first version of this answer "
+    "asked for the division alone; the root that lacks its guard reads another number than in the reference.)",
 }
 
 
