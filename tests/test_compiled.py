@@ -233,7 +233,7 @@ def test_what_is_compiled_during_the_run_is_a_region_with_the_path_of_its_module
         "layers.1": "opaque: compiled region (aot_eager)",
         "head": "opaque: compiled region (eager)",
     }
-    assert not list(trace.find(module="layers.1.fc", step=0)), "its modules have no hooks"
+    assert not list(trace.find(kind="module", module="layers.1.fc", step=0)), "its modules have no hooks"
     ((whole,),) = ([r for r in trace.find(kind="module", step=1)],)
     assert (whole.module, whole.note) == ("", "opaque: compiled region (eager)")
     assert torch.equal(whole.tensor(), expected[1])

@@ -478,13 +478,16 @@ class Tracer:
                     name, role, dtype=dtype_name(value.dtype), shape=shape_of(value), device=str(value.device)
                 )
             ]
+        note = ""
         if type(value) not in PLAIN_TENSORS:
-            if intercepts_ops(type(value)) and value.layout is not torch.jagged:
+            if not intercepts_ops(type(value)):
+                note = f"type {type(value).__name__}"
+                with torch._C.DisableTorchFunctionSubclass():  # it may count the functions that it sees
+                    value = value.as_subclass(torch.Tensor)
+            elif value.layout is not torch.jagged:
                 return self.subclass_slots(name, value, role)
-            with torch._C.DisableTorchFunctionSubclass():  # what it makes of functions is the program's
-                value = value.as_subclass(torch.Tensor) if value.layout is not torch.jagged else value
         slot = self.guarded(name, role, value, lambda s: s.read(value, name, -1, -1, own=True, fresh=fresh))
-        slot.role = role
+        slot.role, slot.note = role, slot.note or note
         if role == "out":
             slot.leaf = False
         return [slot]
