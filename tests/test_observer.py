@@ -182,7 +182,6 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own deprecations, of scripting and compiling
 class Counted(torch.Tensor):
     """Plain data; counts the functions that it goes through."""
 
@@ -215,6 +214,7 @@ def test_a_subclass_that_sees_functions_sees_none_of_ours(tmp_path: Any, save: s
         assert torch.equal(record.tensor(), expected) and torch.equal(record.tensor("in[0]"), plain)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own deprecations, of scripting and compiling
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_and_random_state_are_bit_identical(tmp_path: Any, name: str) -> None:
     want = run(name)
