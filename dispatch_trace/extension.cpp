@@ -14,11 +14,13 @@ namespace {
 
 // -- without values --------------------------------------------------------------------------------------
 
-// As the body of `MetaRecorder.__torch_dispatch__`, with the keys of `keys.call_key`.
+// As the body of `MetaRecorder.__torch_dispatch__`. Its keys equal none of those made in Python: where a tensor
+// may stand they have one number, those a shape and a dtype.
 void note_shapes(PyObject* self, Way* way, const Info& info, PyObject* frame, PyObject* args,
                  PyObject* kwargs, PyObject* out) {
-  Ref key(must(PyList_New(0)));
-  auto add = [&key](const Ref& part) { check(PyList_Append(key.get(), part.get())); };
+  std::vector<Ref> key;
+  key.reserve(16);
+  auto add = [&key](Ref part) { key.push_back(std::move(part)); };
   add(Ref::to(info.info.get()));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) add(exact(way, PyTuple_GET_ITEM(args, i), true));
   if (kwargs != nullptr) {
@@ -31,7 +33,7 @@ void note_shapes(PyObject* self, Way* way, const Info& info, PyObject* frame, Py
     }
   }
   add(exact(way, out, true));
-  Ref whole_key(must(PyList_AsTuple(key.get())));
+  Ref whole_key = tuple_from(key);
   Ref body = Ref::to(find(way->held.bodies, whole_key.get()));
   if (!body || !truth(frame, names.shares_bodies)) {
     body = Ref(must(PyObject_CallMethodObjArgs(self, names._new_body, whole_key.get(), frame, info.info.get(), args,

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -103,6 +104,12 @@ Ref tuple_of(Parts*... parts) {
 // a frame, and by it the mode that holds the row, until the writer takes it.)
 Ref untracked(Ref made) {
   PyObject_GC_UnTrack(made.get());
+  return made;
+}
+
+Ref tuple_from(std::vector<Ref>& parts) {
+  Ref made(must(PyTuple_New(parts.size())));
+  for (size_t i = 0; i < parts.size(); ++i) PyTuple_SET_ITEM(made.get(), i, parts[i].release());
   return made;
 }
 

@@ -242,7 +242,6 @@ Ref note_values(PyObject* self, Way* way, const Info& info, PyObject* frame, PyO
   noting.has_items = PyDict_GET_SIZE(way->held.items) != 0;
   noting.facts = untracked(Ref(must(PyList_New(0))));
   noting.key.reserve(16);
-  Ref whole_key;
   try {
     noting.key.push_back(Ref::to(info.info.get()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
@@ -267,10 +266,7 @@ Ref note_values(PyObject* self, Way* way, const Info& info, PyObject* frame, PyO
   } catch (const Unusual&) {
     return Ref::to(empty_tuple);
   }
-  whole_key = Ref(must(PyTuple_New(noting.key.size())));
-  for (size_t i = 0; i < noting.key.size(); ++i) {
-    PyTuple_SET_ITEM(whole_key.get(), i, noting.key[i].release());
-  }
+  Ref whole_key = tuple_from(noting.key);
   Ref body = Ref::to(find(way->held.bodies, whole_key.get()));
   if (!body || !truth(frame, names.shares_bodies)) return whole_key;
 

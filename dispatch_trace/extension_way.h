@@ -27,7 +27,7 @@ struct Shape {
   std::vector<int64_t> sizes, strides;
   Ref g;       // (dtype, offset, shape, strides, 0)
   Ref number;  // of `Storages.number_geometry`; none with `save="meta"`
-  Ref brief;   // (shape, dtype)
+  Ref brief;   // with `save="meta"`: a number that no other shape and dtype has
 };
 
 // A place in the program, with what a record says of it.
@@ -105,13 +105,15 @@ const Shape& shape_of(Way* way, const at::Tensor& tensor, bool numbered) {
   }
   // Made before the table is touched: what Python does meanwhile may come here as well.
   Shape made{dtype, offset, sizes.vec(), strides.vec(), Ref(), Ref(), Ref()};
-  Ref kind = Ref::to(must(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
-  Ref size(must(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), tuple_of_sizes(sizes).get())));
   if (numbered) {
+    Ref kind = Ref::to(must(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
+    Ref size(
+        must(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), tuple_of_sizes(sizes).get())));
     made.g = tuple_of(kind.get(), integer(offset).get(), size.get(), tuple_of_sizes(strides).get(), zero);
     made.number = Ref(must(PyObject_CallMethodOneArg(way->held.storages, names.number_geometry, made.g.get())));
   } else {
-    made.brief = tuple_of(size.get(), kind.get());
+    static int64_t num_briefs = 0;  // of all threads and recordings, since they may share bodies
+    made.brief = integer(num_briefs++);
   }
   if (way->num_shapes >= MANY_SHAPES) {  // shapes that never come back (a growing cache) must not fill the memory
     way->shapes->clear();
@@ -127,7 +129,7 @@ bool starts_with_int(PyObject* sequence) {
   return PySequence_Fast_GET_SIZE(sequence) > 0 && PyLong_CheckExact(PySequence_Fast_GET_ITEM(sequence, 0));
 }
 
-// As `keys.exact`; tensors as (shape, dtype) where they may stand there.
+// As `keys.exact`; tensors by the number of their shape and dtype where they may stand there.
 Ref exact(Way* way, PyObject* value, bool tensors) {
   if (value == Py_None || PyLong_CheckExact(value) || PyUnicode_CheckExact(value)) return Ref::to(value);
   if (PyBool_Check(value)) return Ref::to(value == Py_True ? true_text : false_text);
