@@ -38,7 +38,7 @@ Ref entry_of(Way* way, c10::StorageImpl* storage) {
 }
 
 // As `ValueRecorder._look` and what is done with it.
-Ref read_tensor(Noting& noting, PyObject* value) {
+Ref read_tensor(Noting& noting, PyObject* value, bool is_argument) {
   Way* way = noting.way;
   const at::Tensor& tensor = THPVariable_Unpack(value);
   if (!is_dense(tensor)) throw Unusual{};
@@ -56,6 +56,9 @@ Ref read_tensor(Noting& noting, PyObject* value) {
   if (flags >= way->is_new) {
     noting.introduced.push_back(
         {std::move(entry), Ref::to(shape.g.get()), PyList_GET_SIZE(noting.facts.get())});
+  } else if (is_argument && flags == 0 && reinterpret_cast<PyObject*>(Py_TYPE(value)) == ParameterClass &&
+             PyTuple_GET_SIZE(PyTuple_GET_ITEM(fact, 3)) < 2) {
+    throw Unusual{};  // given the memory of something else: no record of the parameter shows this
   }
   check(PyList_Append(noting.facts.get(), fact));
   return Ref::to(PyTuple_GET_ITEM(fact, 6));
@@ -65,7 +68,7 @@ Ref read_tensor(Noting& noting, PyObject* value) {
 Ref read(Noting& noting, PyObject* value) {
   Way* way = noting.way;
   if (value == Py_None) return Ref::to(value);
-  if (is_plain(way, Py_TYPE(value))) return read_tensor(noting, value);
+  if (is_plain(way, Py_TYPE(value))) return read_tensor(noting, value, false);
   if (noting.has_items && (PyLong_CheckExact(value) || PyFloat_CheckExact(value))) {
     if (find(way->held.items, value) != nullptr) throw Unusual{};
   }
@@ -245,7 +248,9 @@ Ref note_values(PyObject* self, Way* way, const Info& info, PyObject* frame, PyO
   try {
     noting.key.push_back(Ref::to(info.info.get()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
-      noting.key.push_back(read(noting, PyTuple_GET_ITEM(args, i)));
+      PyObject* value = PyTuple_GET_ITEM(args, i);
+      bool is_tensor = is_plain(way, Py_TYPE(value));
+      noting.key.push_back(is_tensor ? read_tensor(noting, value, true) : read(noting, value));
     }
     if (kwargs != nullptr) {
       noting.key.push_back(Ref::to(way->held.keywords));
