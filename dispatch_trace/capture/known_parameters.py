@@ -30,6 +30,13 @@ class KnownParameters:
         """The last record no longer counts."""
         self._known.pop(key, None)
 
+    def forget_uncounted(self) -> None:
+        """The last records of those that count no versions no longer do: nobody would see a write."""
+        for key, (ref, _, _) in list(self._known.items()):
+            tensor = ref()
+            if tensor is None or tensor.is_inference():
+                self.forget(key)
+
     def is_current(self, tensor: torch.Tensor, key: Key) -> bool:
         """Whether nothing that the tensor says of itself has changed since."""
         known = self._known.get(key)

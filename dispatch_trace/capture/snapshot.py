@@ -415,11 +415,12 @@ class Storages:
     def forget_unseen(self) -> None:
         """Ops ran while no mode was on: what they may have written is no longer known.
 
-        Parameters and buffers are kept: their version counters tell.
+        Parameters and buffers are kept where their version counters tell.
         """
         self.purge()
+        self.known_parameters.forget_uncounted()
         for entry in (*self.by_address.values(), *self._by_object.values()):
-            if entry.told is None or not entry.told.parameters:
+            if entry.told is None or not entry.told.parameters or not entry.versions:
                 entry.forget()
 
     def parameter_is_current(self, tensor: torch.Tensor, known: Key) -> bool:
