@@ -211,8 +211,8 @@ PyObject* plain(PyObject*, PyObject* value) {
 PyObject* new_way(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* held;
   long long is_new, is_leaf;
-  int keep;
-  if (!PyArg_ParseTuple(args, "O!LLp", &PyTuple_Type, &held, &is_new, &is_leaf, &keep)) return nullptr;
+  int keep, shares;
+  if (!PyArg_ParseTuple(args, "O!LLpp", &PyTuple_Type, &held, &is_new, &is_leaf, &keep, &shares)) return nullptr;
   if (PyTuple_GET_SIZE(held) != static_cast<Py_ssize_t>(NUM_HELD)) {
     PyErr_Format(PyExc_TypeError, "expected %zu objects", NUM_HELD);
     return nullptr;
@@ -226,6 +226,7 @@ PyObject* new_way(PyTypeObject* type, PyObject* args, PyObject*) {
   way->is_new = is_new;
   way->is_leaf = is_leaf;
   way->keep = keep != 0;
+  way->shares = shares != 0;
   way->known = new std::unordered_map<PyObject*, Info>();
   way->shapes = new std::unordered_map<uint64_t, std::vector<Shape>>();
   way->num_shapes = 0;

@@ -167,7 +167,7 @@ Ref add_entry(Way* way, c10::StorageImpl* storage, PyObject* num_bytes, PyObject
 Ref content_of(Way* way, const at::Tensor& tensor, PyObject* num_bytes) {
   at::Tensor copy;
   try {
-    copy = at::_lazy_clone(tensor);
+    copy = way->shares ? at::_lazy_clone(tensor) : tensor.clone();
   } catch (const c10::Error&) {  // storage that torch does not own
     copy = tensor.clone();
   }

@@ -50,7 +50,8 @@ struct Way {
         *leaves, *finder;
   } held;
   int64_t is_new, is_leaf;
-  bool keep;
+  bool keep;    // the data of each value
+  bool shares;  // snapshots may be copy-on-write
   std::unordered_map<PyObject*, Info>* known;
   std::unordered_map<uint64_t, std::vector<Shape>>* shapes;
   size_t num_shapes;

@@ -46,7 +46,7 @@ def _value_mode(module: ModuleType) -> type[ValueRecorder]:
             storages = self._storages
             known = (storages, storages.by_address, self._items)
             held = (*known, Content, StorageEntry, introduce, NO_TENSOR, Leaves)
-            self._native = _way(module, self, held, keep=self._keep)
+            self._native = _way(module, self, held, keep=self._keep, shares=storages.may_share())
             super().start()
 
     return NativeValueRecorder
@@ -57,17 +57,24 @@ def _meta_mode(module: ModuleType) -> type[MetaRecorder]:
         __torch_dispatch__ = module.meta_dispatch
 
         def start(self) -> None:
-            self._native = _way(module, self, (None,) * 8, keep=False)
+            self._native = _way(module, self, (None,) * 8)
             super().start()
 
     return NativeMetaRecorder
 
 
-def _way(module: ModuleType, mode: RowRecorder, values: tuple[Any, ...], *, keep: bool) -> Any:
+def _way(
+    module: ModuleType,
+    mode: RowRecorder,
+    values: tuple[Any, ...],
+    *,
+    keep: bool = False,
+    shares: bool = False,
+) -> Any:
     """What the compiled code has at hand, in the order of `Way::Held`."""
     plain = (torch.Tensor, *(kind for kind in PLAIN_TENSORS if kind is not torch.Tensor))
     held = (*mode.at_hand(), site, KEYWORDS, plain, tuple(CONSTANTS), *values, SourceFinder)
-    return module.Way(held, SLOT_IS_NEW, SLOT_LEAF, keep)
+    return module.Way(held, SLOT_IS_NEW, SLOT_LEAF, keep, shares)
 
 
 __all__ = ["compiled"]

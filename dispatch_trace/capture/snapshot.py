@@ -12,6 +12,7 @@ Writes that nobody sees (NumPy, `.data` outside the recorder) leave it standing:
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from typing import Any
 
@@ -195,10 +196,18 @@ class Storages:
         self.by_address: dict[int, StorageEntry] = {}
         self._by_object: dict[int, ObjectEntry] = {}
         self.known_parameters = KnownParameters()
+        self._opener = threading.get_ident()
         self.geometries: dict[Geometry, int] = {}
         self._next_geometry = itertools.count().__next__
         self._next_number = itertools.count().__next__
         self._purge_at = _PURGE_EVERY
+
+    def may_share(self) -> bool:
+        """Whether snapshots of this thread's tensors may be copy-on-write.
+
+        The recording gives them up in the thread that opened it; no other may have a part in them (`spent`).
+        """
+        return threading.get_ident() == self._opener
 
     def set_save(self, save: Save) -> None:
         """What the snapshots that follow are for."""
@@ -526,8 +535,10 @@ class Storages:
         self._writer.reserve(num_bytes)
         if source.device.type not in _ADDRESSED:
             copy = source.cpu()
-        elif not expanded and (
-            fresh or (_is_cow(source) and _is_whole(g, source.untyped_storage().nbytes()))
+        elif (
+            not expanded
+            and self.may_share()
+            and (fresh or (_is_cow(source) and _is_whole(g, source.untyped_storage().nbytes())))
         ):
             # A storage that is copy-on-write already: nobody can have a pointer into it to write through.
             try:

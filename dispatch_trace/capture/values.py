@@ -8,7 +8,7 @@ what the op returned, and of what it read the facts that the storages keep (`sna
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,9 @@ class ValueRecorder(RowRecorder):
         self._by_address = tracer.storages.by_address
         self._items = tracer.items
         self._keep = tracer.options.save == "tensors"
+        self._copy: Callable[[torch.Tensor], torch.Tensor] = (
+            _lazy_clone if tracer.storages.may_share() else torch.clone
+        )
         self._credit = 0
         self._credit_bytes = min(_CREDIT_BYTES, tracer.writer.max_pending_bytes // 8)
 
@@ -254,7 +257,7 @@ class ValueRecorder(RowRecorder):
             self._credit -= num_bytes
             alignment = storage.data_ptr() % 64
             try:
-                copy = _lazy_clone(value)
+                copy = self._copy(value)
             except RuntimeError:  # storage that torch does not own
                 copy = value.clone()
             content = Content(copy, keep_data=self._keep, summarise=True, num_bytes=num_bytes)
@@ -376,7 +379,7 @@ class ValueRecorder(RowRecorder):
         torch._C._set_grad_enabled(False)
         try:
             with torch._C._DisableTorchDispatch():
-                copy = _lazy_clone(value)
+                copy = self._copy(value)
         finally:
             torch._C._set_grad_enabled(grad)
         num_bytes = fact[1]

@@ -21,6 +21,7 @@ from dispatch_trace.sketch import narrow
 from dispatch_trace.stats import Summary, accumulate_many, chosen
 from dispatch_trace.store import layouts
 from dispatch_trace.store.records import ContentRow
+from dispatch_trace.store.spent import Spent
 
 OVER_BUDGET = "data beyond max_bytes"
 _ROW_BYTES = 32
@@ -123,6 +124,7 @@ class ContentTaker:
         sketch: bool | str,
         budget: DataBudget,
         drop: Callable[[str, Exception | None], None],
+        spent: Spent,
         lane_devices: frozenset[str] = LANE_DEVICES,
     ) -> None:
         """
@@ -131,12 +133,15 @@ class ContentTaker:
           lane_devices: types of devices whose values go through a `DeviceLane`.
           budget: of data, shared by all contents of the rank.
           drop: told why a content is kept without its data.
+          spent: takes the snapshots that are done with. It may be told that they are free as soon as no call
+            of this is in progress.
         """
         self._stats = stats
         self._sketch = bool(sketch)
         self._is_narrow = sketch == "narrow"
         self._budget = budget
         self._drop = drop
+        self._spent = spent
         self._known: dict[bytes, tuple[int, bool]] = {}  # digest -> (id, has data)
         self.num_contents = 0
         self._lane_devices = lane_devices
@@ -150,6 +155,12 @@ class ContentTaker:
         """
         tensor = content.tensor
         content.tensor = None
+        try:
+            return self._take(content, tensor, batch)
+        finally:
+            self._spent.add((tensor,))  # the batch may hold it longer, and adds it again
+
+    def _take(self, content: Content, tensor: Any, batch: Batch) -> bool:
         if isinstance(tensor, Figures):
             stats = {name: tensor.stats.get(name) for name in STATISTICS}
             row = ContentRow(self.num_contents, tensor.dtype, tensor.shape, stats=stats)
@@ -295,6 +306,7 @@ class ContentTaker:
                 self._drop(f"no statistics of a {row.dtype} tensor", summary)
                 continue
             self._fill_stats(row, summary, batch)
+        self._spent.add(tensor for _, tensor in unread)
         return freed
 
     def _fill_stats(self, row: ContentRow, summary: Summary, batch: Batch) -> None:

@@ -38,6 +38,7 @@ from dispatch_trace.store.batch import Batch, ContentTaker, DataBudget
 from dispatch_trace.store.disk import Disk
 from dispatch_trace.store.files import RankFiles
 from dispatch_trace.store.remote import place
+from dispatch_trace.store.spent import Spent
 
 BATCH_BYTES = 64 << 20
 BATCH_RECORDS = 1 << 13
@@ -172,8 +173,14 @@ class TraceWriter:
 
         self._files = RankFiles(self.path, rank=rank, overwrite=overwrite, header=header)
         self.directory = self._files.directory
+        self._opener = threading.get_ident()
+        self._spent, self._written = Spent(), Spent()  # of the worker's thread, of the disk's
         self._taker = ContentTaker(
-            stats=stats, sketch=sketch, budget=DataBudget(max_bytes), drop=self._drop_data
+            stats=stats,
+            sketch=sketch,
+            budget=DataBudget(max_bytes),
+            drop=self._drop_data,
+            spent=self._spent,
         )
         self._disk = Disk(self._write_out)
         self._thread = threading.Thread(target=self._work, name="dispatch_trace writer", daemon=True)
@@ -192,6 +199,7 @@ class TraceWriter:
         """
         if not self._accepting:
             return
+        self._let_go()
         with self._room:
             if self._must_wait(num_bytes):
                 self._num_waiting += 1
@@ -199,11 +207,18 @@ class TraceWriter:
                     while self._must_wait(num_bytes):
                         self._kick.set()
                         self._room.wait(_POLL_S)
+                        self._let_go()
                 finally:
                     self._num_waiting -= 1
             self._pending_bytes += num_bytes
         if self._pending_bytes > self._kick_bytes:
             self._kick.set()
+
+    def _let_go(self) -> None:
+        """Gives up the snapshots that are done with, in the thread whose tensors they share memory with."""
+        if threading.get_ident() == self._opener:
+            self._spent.drop()
+            self._written.drop()
 
     def release(self, num_bytes: int) -> None:
         """Gives back what was reserved for a snapshot that will not be put."""
@@ -242,6 +257,7 @@ class TraceWriter:
         """Hands a step over; a later one with the same number and model replaces it."""
         if self._accepting:
             self._queue.append((time.monotonic(), step))
+            self._let_go()
 
     def amend_header(self, fields: dict[str, Any]) -> None:
         """Adds fields to the header, or replaces them, once more is known."""
@@ -262,6 +278,7 @@ class TraceWriter:
         """Returns when everything put so far is durable (or has failed to become so)."""
         if self._accepting:
             self._request(_Request(close=False))
+            self._let_go()
 
     def close(self, *, aborted: bool = False) -> None:
         """Writes what is pending and the end frame, and ends the worker. Later calls do nothing.
@@ -276,6 +293,7 @@ class TraceWriter:
         atexit.unregister(self._close_at_exit)
         self._request(_Request(close=True))
         self._thread.join()
+        self._let_go()
         self._files.close()
 
     @property
@@ -414,10 +432,10 @@ class TraceWriter:
                     self._batch.since = since
                 self._take(item)
                 if self._taker.is_away and (self._num_waiting or isinstance(item, StepInfo)):
-                    self._release(self._taker.collect(self._batch))  # one transfer a step
+                    self._free(self._taker.collect(self._batch))  # one transfer a step
                 self._after_taking()
             if self._batch.unread:
-                self._release(self._taker.summarise(self._batch))
+                self._free(self._taker.summarise(self._batch))
             if self._batch and (self._num_waiting or self._is_due()):
                 self._write_batch()
         finally:
@@ -447,7 +465,7 @@ class TraceWriter:
         """Takes statistics, and writes, as soon as there is enough for it."""
         batch = self._batch
         if batch.unread_bytes >= UNREAD_BYTES or len(batch.unread) >= UNREAD_CONTENTS:
-            self._release(self._taker.summarise(batch))
+            self._free(self._taker.summarise(batch))
         if batch.num_bytes >= self._batch_bytes or len(batch.records) >= BATCH_RECORDS or self._is_due():
             self._write_batch()
 
@@ -462,7 +480,7 @@ class TraceWriter:
                 continue
             if not self._taker.take(content, self._batch):
                 freed += content.num_bytes
-        self._release(freed)
+        self._free(freed)
 
     def _answer(self, request: _Request) -> None:
         try:
@@ -480,7 +498,7 @@ class TraceWriter:
         if not batch:
             return
         try:
-            self._release(self._taker.collect(batch) + self._taker.summarise(batch))
+            self._free(self._taker.collect(batch) + self._taker.summarise(batch))
         finally:
             self._disk.put(batch)
 
@@ -498,7 +516,9 @@ class TraceWriter:
             self._report("write", error)
         finally:
             self._written_at = time.monotonic()
+            self._written.add(batch.parts)
             batch.parts.clear()
+            self._written.free()
             self._release(batch.pinned_bytes)
 
     def _write_end(self) -> None:
@@ -508,6 +528,11 @@ class TraceWriter:
             self._files.write_end(fields)
         except OSError as error:
             self._report("write", error)
+
+    def _free(self, num_bytes: int) -> None:
+        """After each call of the taker: what it is done with may be given up, and other snapshots taken."""
+        self._spent.free()
+        self._release(num_bytes)
 
     def _release(self, num_bytes: int) -> None:
         if num_bytes:
