@@ -54,8 +54,8 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t n, bool values) {
   Ref args = Ref::to(n > 3 ? given[3] : empty_tuple);
   PyObject* kwargs = n > 4 && given[4] != Py_None && PyDict_GET_SIZE(given[4]) != 0 ? given[4] : nullptr;
   try {
-    Ref holds = attribute(self, names._native);
-    Way* way = reinterpret_cast<Way*>(holds.get());
+    Ref holds;
+    Way* way = way_of(self, holds);
     const Info* info = info_of(way, func);
     bool has_types = PyObject_Size(types) != 0;
     Ref frame;
@@ -82,20 +82,16 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t n, bool values) {
       goes_on = guarded(way, [&] {
         Ref key = note_values(self, way, *info, frame.get(), args.get(), kwargs, out.get());
         if (!key) return;
-        Ref none(kwargs == nullptr ? must(PyDict_New()) : nullptr);
         Ref done(must(PyObject_CallMethodObjArgs(self, names._record, key.get(), frame.get(), info->info.get(),
-                                                 args.get(), kwargs == nullptr ? none.get() : kwargs,
-                                                 out.get(), nullptr)));
+                                                 args.get(), dict_of(kwargs).get(), out.get(), nullptr)));
       });
     } else {
       goes_on = guarded(way, [&] {
         try {
           note_shapes(self, way, *info, frame.get(), args.get(), kwargs, out.get());
         } catch (const Unusual&) {
-          Ref none(kwargs == nullptr ? must(PyDict_New()) : nullptr);
           Ref done(must(PyObject_CallMethodObjArgs(self, names._note, frame.get(), info->info.get(), args.get(),
-                                                   kwargs == nullptr ? none.get() : kwargs, out.get(),
-                                                   nullptr)));
+                                                   dict_of(kwargs).get(), out.get(), nullptr)));
         }
       });
     }
@@ -107,11 +103,6 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t n, bool values) {
 
 PyObject* value_dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) { return dispatch(given, n, true); }
 PyObject* meta_dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) { return dispatch(given, n, false); }
-
-Way* way_of(PyObject* self, Ref& holds) {
-  holds = attribute(self, names._native);
-  return reinterpret_cast<Way*>(holds.get());
-}
 
 PyObject* value_inputs(PyObject*, PyObject* const* given, Py_ssize_t n) {
   if (n != 3) {

@@ -25,10 +25,7 @@ Ref share(PyObject* self, Way* way, const at::Tensor& tensor, PyObject* entry, P
     Ref contents = attribute(told.get(), names.contents);
     check(PyDict_SetItem(contents.get(), g, content.get()));
   }
-  Ref made = untracked(Ref(must(PyTuple_New(PyTuple_GET_SIZE(fact)))));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fact); ++i) {
-    PyTuple_SET_ITEM(made.get(), i, Ref::to(i == 4 ? content.get() : PyTuple_GET_ITEM(fact, i)).release());
-  }
+  Ref made = with_item(fact, 4, content.get());
   Ref facts = attribute(entry, names.facts);
   check(PyDict_SetItem(facts.get(), g, made.get()));
   return made;
@@ -137,13 +134,8 @@ void note_module(PyObject* self, Way* way, PyObject* frame, PyObject* out, PyObj
   Ref facts = untracked(Ref(must(PyList_GetSlice(given.get(), 0, PyList_GET_SIZE(given.get())))));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.facts.get()); ++i) {
     PyObject* fact = PyList_GET_ITEM(found.facts.get(), i);
-    Ref returned = Ref::to(fact);
-    if (PyLong_AsLongLong(PyTuple_GET_ITEM(fact, 5)) != 0) {
-      returned = untracked(Ref(must(PyTuple_New(PyTuple_GET_SIZE(fact)))));
-      for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(fact); ++at) {
-        PyTuple_SET_ITEM(returned.get(), at, Ref::to(at == 5 ? zero : PyTuple_GET_ITEM(fact, at)).release());
-      }
-    }
+    bool has_flags = PyLong_AsLongLong(PyTuple_GET_ITEM(fact, 5)) != 0;
+    Ref returned = has_flags ? with_item(fact, 5, zero) : Ref::to(fact);
     check(PyList_Append(facts.get(), returned.get()));
   }
   Ref seq = next_seq(self, way);

@@ -113,6 +113,18 @@ Ref tuple_from(std::vector<Ref>& parts) {
   return made;
 }
 
+// A tuple with another object in one place.
+Ref with_item(PyObject* tuple, Py_ssize_t place, PyObject* item) {
+  Ref made = untracked(Ref(must(PyTuple_New(PyTuple_GET_SIZE(tuple)))));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    PyTuple_SET_ITEM(made.get(), i, Ref::to(i == place ? item : PyTuple_GET_ITEM(tuple, i)).release());
+  }
+  return made;
+}
+
+// Keyword arguments as the Python methods want them: a dict where there are none too.
+Ref dict_of(PyObject* kwargs) { return kwargs == nullptr ? Ref(must(PyDict_New())) : Ref::to(kwargs); }
+
 Ref tuple_of_sizes(c10::IntArrayRef sizes) {
   Ref made(must(PyTuple_New(sizes.size())));
   for (size_t i = 0; i < sizes.size(); ++i) PyTuple_SET_ITEM(made.get(), i, integer(sizes[i]).release());

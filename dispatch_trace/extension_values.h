@@ -183,16 +183,15 @@ Ref content_of(Way* way, const at::Tensor& tensor, PyObject* num_bytes) {
 
 // As `ValueRecorder._define`.
 Ref define(PyObject* self, Way* way, Made& made, PyObject* seq, Py_ssize_t slot) {
-  Ref index = integer(slot), content, known, flags = integer(0), number, num_bytes, alignment;
-  Ref content_or_none = Ref::to(Py_None);
-  known = Ref::to(Py_None);
+  Ref index = integer(slot), flags = integer(0), num_bytes, alignment;
+  Ref content = Ref::to(Py_None), known = Ref::to(Py_None);
   if (!made.entry) {
     take_credit(self, made.num_bytes);
     num_bytes = integer(made.num_bytes);
     // Looked at without asking for it to write, which would copy what is shared.
     alignment = integer(static_cast<int64_t>(reinterpret_cast<uintptr_t>(made.storage->data()) % 64));
-    content_or_none = content_of(way, *made.tensor, num_bytes.get());
-    known = Ref::to(content_or_none.get());
+    content = content_of(way, *made.tensor, num_bytes.get());
+    known = Ref::to(content.get());
     made.entry = add_entry(way, made.storage, num_bytes.get(), alignment.get(), *made.tensor);
   } else {
     PyObject* entry = made.entry.get();
@@ -218,13 +217,13 @@ Ref define(PyObject* self, Way* way, Made& made, PyObject* seq, Py_ssize_t slot)
     }
   }
   PyObject* entry = made.entry.get();
-  number = attribute(entry, names.number);
+  Ref number = attribute(entry, names.number);
   Ref producers = untracked(tuple_of(untracked(tuple_of(seq, index.get())).get()));
   Ref facts = attribute(entry, names.facts);
   Ref fact = untracked(tuple_of(number.get(), num_bytes.get(), alignment.get(), producers.get(), known.get(),
                                 flags.get(), made.number.get()));
   check(PyDict_SetItem(facts.get(), made.g.get(), fact.get()));
-  return untracked(tuple_of(number.get(), num_bytes.get(), alignment.get(), empty_tuple, content_or_none.get(),
+  return untracked(tuple_of(number.get(), num_bytes.get(), alignment.get(), empty_tuple, content.get(),
                             zero, made.number.get()));
 }
 
@@ -235,9 +234,7 @@ Ref note_values(PyObject* self, Way* way, const Info& info, PyObject* frame, PyO
     return Ref::to(empty_tuple);
   }
   if (info.random) {
-    Ref none(kwargs == nullptr ? must(PyDict_New()) : nullptr);
-    Ref draws(must(PyObject_CallMethodObjArgs(
-        info.info.get(), names.draws, args, kwargs == nullptr ? none.get() : kwargs, nullptr)));
+    Ref draws(must(PyObject_CallMethodObjArgs(info.info.get(), names.draws, args, dict_of(kwargs).get(), nullptr)));
     if (draws.get() != Py_False) return Ref::to(empty_tuple);
   }
   Noting noting;

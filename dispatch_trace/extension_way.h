@@ -40,6 +40,7 @@ struct Line {
 constexpr size_t MANY_SHAPES = 1 << 16;
 constexpr size_t MANY_LINES = 1 << 16;
 constexpr Py_ssize_t MANY_ROWS = 1 << 15;  // as in rows.py
+
 // One thread's mode of one recording.
 struct Way {
   PyObject_HEAD
@@ -60,26 +61,26 @@ struct Way {
 
 constexpr size_t NUM_HELD = sizeof(Way::Held) / sizeof(PyObject*);
 
+Way* way_of(PyObject* self, Ref& holds) {
+  holds = attribute(self, names._native);
+  return reinterpret_cast<Way*>(holds.get());
+}
+
 PyObject** held_of(Way* way) { return reinterpret_cast<PyObject**>(&way->held); }
 
 // -- what stands for a value --------------------------------------------------------------------------
 
-// A tensor of torch's own classes; nothing that takes part in dispatch.
-bool is_plain(Way* way, PyTypeObject* kind) {
-  PyObject* plain = way->held.plain;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain); ++i) {
-    if (PyTuple_GET_ITEM(plain, i) == reinterpret_cast<PyObject*>(kind)) return true;
+bool is_one_of(PyObject* kinds, PyTypeObject* kind) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kinds); ++i) {
+    if (PyTuple_GET_ITEM(kinds, i) == reinterpret_cast<PyObject*>(kind)) return true;
   }
   return false;
 }
 
-bool is_constant(Way* way, PyTypeObject* kind) {
-  PyObject* constants = way->held.constants;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); ++i) {
-    if (PyTuple_GET_ITEM(constants, i) == reinterpret_cast<PyObject*>(kind)) return true;
-  }
-  return false;
-}
+// A tensor of torch's own classes; nothing that takes part in dispatch.
+bool is_plain(Way* way, PyTypeObject* kind) { return is_one_of(way->held.plain, kind); }
+
+bool is_constant(Way* way, PyTypeObject* kind) { return is_one_of(way->held.constants, kind); }
 
 bool is_dense(const at::Tensor& tensor) {
   return tensor.layout() == c10::kStrided && !tensor.is_nested() && tensor.has_storage() &&

@@ -12,7 +12,6 @@ Writes that nobody sees (NumPy, `.data` outside the recorder) leave it standing:
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from typing import Any
 
@@ -196,7 +195,6 @@ class Storages:
         self.by_address: dict[int, StorageEntry] = {}
         self._by_object: dict[int, ObjectEntry] = {}
         self.known_parameters = KnownParameters()
-        self._opener = threading.get_ident()
         self.geometries: dict[Geometry, int] = {}
         self._next_geometry = itertools.count().__next__
         self._next_number = itertools.count().__next__
@@ -207,7 +205,7 @@ class Storages:
 
         The recording gives them up in the thread that opened it; no other may have a part in them (`spent`).
         """
-        return threading.get_ident() == self._opener
+        return self._writer.is_opener()
 
     def set_save(self, save: Save) -> None:
         """What the snapshots that follow are for."""

@@ -8,20 +8,18 @@ own thread, in part without the interpreter lock. So its snapshots are given up 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 
 class Spent:
-    """What one worker is done with. The worker adds, and says when it holds none of it; others drop."""
+    """What one worker is done with. It adds, and says when it holds none of it; one other thread drops."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
         self._num_added = 0
         self._num_free = 0
         self._num_dropped = 0
-        self._dropping = threading.Lock()
 
     def add(self, snapshots: Iterable[Any]) -> None:
         """By the worker, which may hold them still."""
@@ -34,15 +32,11 @@ class Spent:
         self._num_free = self._num_added
 
     def drop(self) -> None:
-        """Gives up what is free; in a thread of the program."""
-        if self._num_free == self._num_dropped or not self._dropping.acquire(blocking=False):
-            return
-        try:
-            num = self._num_free - self._num_dropped
+        """Gives up what is free; always in the same thread of the program."""
+        num = self._num_free - self._num_dropped
+        if num:
             self._num_dropped += num
             del self._held[:num]
-        finally:
-            self._dropping.release()
 
 
 __all__ = ["Spent"]

@@ -216,9 +216,13 @@ class TraceWriter:
 
     def _let_go(self) -> None:
         """Gives up the snapshots that are done with, in the thread whose tensors they share memory with."""
-        if threading.get_ident() == self._opener:
+        if self.is_opener():
             self._spent.drop()
             self._written.drop()
+
+    def is_opener(self) -> bool:
+        """Whether this thread made the writer: there snapshots are given up, see `spent`."""
+        return threading.get_ident() == self._opener
 
     def release(self, num_bytes: int) -> None:
         """Gives back what was reserved for a snapshot that will not be put."""
