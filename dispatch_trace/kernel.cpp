@@ -59,16 +59,27 @@ inline T signed_by(T x, uint8_t sign) {
     return bits_of<T>(Bits<T>(bits_of<Bits<T>>(x) ^ (Bits<T>(sign) << (8 * sizeof(T) - 8))));
 }
 
+template <class T>
+inline T least(T a, T b) {
+    return a < b ? a : b;
+}
+
+template <class T>
+inline T greatest(T a, T b) {
+    return a > b ? a : b;
+}
+
 // Subnormal numbers are values like any others, also where the program has them flushed to zero.
 struct Ieee {
 #if defined(__SSE__)
     unsigned before = _mm_getcsr();
-    Ieee() { _mm_setcsr(0x1F80); }
+    explicit Ieee(unsigned mode = 0x1F80) { _mm_setcsr(mode); }
     ~Ieee() { _mm_setcsr(before); }
 #else
-    Ieee() {}
+    explicit Ieee(unsigned = 0) {}
 #endif
 };
+constexpr unsigned FLUSHED = 0x9F80;  // results that are subnormal become zero; some processors are slow with them
 
 // -- Folding ---------------------------------------------------------------------------------------
 
@@ -88,44 +99,38 @@ void fold(T* __restrict out, const T* __restrict x, int64_t n, const uint8_t* __
     }
 }
 
-// The rows of the blocks of one chunk, laid end to end.
-struct Rows {
-    double buckets[BLOCKS * K];
-    int64_t n = 0;
+// Folds a block into its row: the first min(n, K) of row [K].
+template <class T>
+void fold_block(double* row, const T* x, int64_t n, int64_t block) {
+    T folded[half];
+    fold(folded, x, n, position_signs[block]);
+    for (int64_t i = 0; i < least(n, int64_t(K)); i++) row[i] = double(folded[i]);
+}
 
-    template <class T>
-    void fold_block(const T* x, int64_t count, int64_t block) {
-        T folded[half];
-        fold(folded, x, count, position_signs[block]);
-        const int64_t kept = count < K ? count : K;
-        for (int64_t i = 0; i < kept; i++) buckets[n + i] = double(folded[i]);
-        n += kept;
-    }
-
-    // Adds them to the sketch [K], unless they are not finite.
-    bool add_to(double* __restrict sketch, int64_t chunk) {
-        for (int64_t q = 0; q * K < n; q++) {
-            if (!chunk && !q) continue;
-            const uint32_t seed = mix(uint32_t(SEED_BLOCK) + uint32_t(chunk * BLOCKS + q));
-            double* row = buckets + q * K;
-            const int64_t count = n - q * K < K ? n - q * K : K;
+// Adds the rows of a chunk of n values, laid end to end, to the sketch [K], unless they are not finite.
+bool add_rows(double* __restrict sketch, double* __restrict rows, int64_t n, int64_t chunk) {
+    const int64_t over = n % BLOCK;
+    n = n / BLOCK * K + least(over, int64_t(K));
+    for (int64_t q = 0; q * K < n; q++) {
+        if (!chunk && !q) continue;
+        const uint32_t seed = mix(uint32_t(SEED_BLOCK) + uint32_t(chunk * BLOCKS + q));
+        double* row = rows + q * K;
+        const int64_t count = least(n - q * K, int64_t(K));
 #pragma omp simd
-            for (int64_t p = 0; p < count; p++)
-                row[p] = signed_by(row[p], uint8_t(mix(seed + uint32_t(p)) >> 31 << 7));
-        }
-        for (const int64_t length : lengths) {
-            if (n <= length) continue;
-#pragma omp simd
-            for (int64_t i = 0; i < n - length; i++) buckets[i] += buckets[length + i];
-            n = length;
-        }
-        double zero = 0;
-        for (int64_t i = 0; i < n; i++) zero += buckets[i] - buckets[i];
-        if (zero != 0) return false;
-        for (int64_t i = 0; i < n; i++) sketch[i] += buckets[i];
-        return true;
+        for (int64_t p = 0; p < count; p++) row[p] = signed_by(row[p], uint8_t(mix(seed + uint32_t(p)) >> 31 << 7));
     }
-};
+    for (const int64_t length : lengths) {
+        if (n <= length) continue;
+#pragma omp simd
+        for (int64_t i = 0; i < n - length; i++) rows[i] += rows[length + i];
+        n = length;
+    }
+    double zero = 0;
+    for (int64_t i = 0; i < n; i++) zero += rows[i] - rows[i];
+    if (zero != 0) return false;
+    for (int64_t i = 0; i < n; i++) sketch[i] += rows[i];
+    return true;
+}
 
 void finish(float* out, const double* sketch) {
     const double most = 3.4028234663852886e38;
@@ -138,19 +143,10 @@ void finish(float* out, const double* sketch) {
 
 // -- Moments ---------------------------------------------------------------------------------------
 
-template <class T>
-inline T least(T a, T b) {
-    return a < b ? a : b;
-}
-
-template <class T>
-inline T greatest(T a, T b) {
-    return a > b ? a : b;
-}
-
 // As `add_floats`, one at a time; gives a copy with zeros for what is not finite.
 template <class T>
 void add_odd(Totals& t, const T* x, int64_t n, T* __restrict clean) {
+    double sum = 0, abs_sum = 0, sq_sum = 0, quad_sum = 0;
     for (int64_t i = 0; i < n; i++) {
         const T value = x[i];
         t.nan += value != value;
@@ -163,23 +159,32 @@ void add_odd(Totals& t, const T* x, int64_t n, T* __restrict clean) {
         t.zeros += value == 0;
         t.low = least(d, t.low);
         t.high = greatest(d, t.high);
-        t.sum += d;
-        t.abs_sum += std::fabs(d);
-        t.sq_sum += square;
-        t.quad_sum += square * square;
+        sum += d;
+        abs_sum += std::fabs(d);
+        sq_sum += square;
+        quad_sum += square * square;
     }
     t.n += n;
+    t.sum += sum;
+    t.abs_sum += abs_sum;
+    t.sq_sum += sq_sum;
+    t.quad_sum += quad_sum;
 }
 
-// Adds n floats; returns them, or spare where some had to be replaced by zeros.
+// What is added up of a block of floats, and its bounds.
 template <class T>
-const T* add_floats(Totals& t, const T* x, int64_t n, T* spare) {
-    constexpr Bits<T> exponent = sizeof(T) == 4 ? Bits<T>(0x7F800000u) : Bits<T>(0x7FF0000000000000ull);
+struct Sums {
+    double sum, abs_sum, sq_sum, quad_sum;
+    T low, high;
+    int64_t zeros;
+};
+
+template <class T>
+Sums<T> sums_of(const T* x, int64_t n) {
     double sum = 0, abs_sum = 0, sq_sum = 0, quad_sum = 0;
     T low = T(INFINITY), high = T(-INFINITY);
-    Bits<T> zeros = 0, odd = 0;
-#pragma omp simd reduction(+ : sum, abs_sum, sq_sum, quad_sum, zeros) reduction(| : odd) \
-    reduction(min : low) reduction(max : high)
+    Bits<T> zeros = 0;
+#pragma omp simd reduction(+ : sum, abs_sum, sq_sum, quad_sum, zeros) reduction(min : low) reduction(max : high)
     for (int64_t i = 0; i < n; i++) {
         const double d = double(x[i]), square = d * d;
         sum += d;
@@ -187,22 +192,108 @@ const T* add_floats(Totals& t, const T* x, int64_t n, T* spare) {
         sq_sum += square;
         quad_sum += square * square;
         zeros += x[i] == 0;
-        odd |= (bits_of<Bits<T>>(x[i]) & exponent) == exponent;
         low = x[i] < low ? x[i] : low;
         high = x[i] > high ? x[i] : high;
     }
-    if (odd) {
+    return {sum, abs_sum, sq_sum, quad_sum, low, high, int64_t(zeros)};
+}
+
+// The same in single precision, of eight at a time: what is lost in such a sum is less than 5e-7 of that of the sizes.
+// Where the largest is not too small, what vanishes of the fourth powers does not count either.
+constexpr int64_t LANES = 8, FEW = 8 * LANES;
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Bools __attribute__((vector_size(4 * LANES)));
+
+#if defined(__AVX__)
+inline Lanes least(Lanes a, Lanes b) { return Lanes(_mm256_min_ps(__m256(a), __m256(b))); }
+inline Lanes greatest(Lanes a, Lanes b) { return Lanes(_mm256_max_ps(__m256(a), __m256(b))); }
+#else
+inline Lanes least(Lanes a, Lanes b) { return a < b ? a : b; }
+inline Lanes greatest(Lanes a, Lanes b) { return a > b ? a : b; }
+#endif
+
+inline bool single_is_enough(const Sums<float>& found) {
+    const float largest = greatest(-found.low, found.high);
+    return (largest > 0x1p-20f && largest < 0x1p30f) || largest == 0;
+}
+
+struct Bounds {
+    Lanes low, high;
+    Bools zeros;
+};
+
+// Sums of FEW values, lane by lane: of themselves, their sizes, squares and fourth powers.
+inline void add_few(Lanes* __restrict sums, Bounds& bounds, const float* x) {
+    Lanes sum = {}, abs_sum = {}, sq_sum = {}, quad_sum = {};
+    Bounds b = bounds;
+    for (int64_t j = 0; j < FEW; j += LANES) {
+        Lanes d;
+        std::memcpy(&d, x + j, sizeof(d));
+        const Lanes square = d * d;
+        sum += d;
+        abs_sum += Lanes(Bools(d) & 0x7FFFFFFF);
+        sq_sum += square;
+        quad_sum += square * square;
+        b.zeros -= d == 0;
+        b.low = least(d, b.low);
+        b.high = greatest(d, b.high);
+    }
+    sums[0] = sum;
+    sums[1] = abs_sum;
+    sums[2] = sq_sum;
+    sums[3] = quad_sum;
+    bounds = b;
+}
+
+Sums<float> single_sums_of(const float* x, int64_t n) {
+    double sums[4 * LANES] = {};
+    Lanes part[4];
+    float parts[4 * LANES];
+    Bounds bounds = {Lanes{} + INFINITY, Lanes{} - INFINITY, {}};
+    const Ieee flushed(FLUSHED);
+    int64_t i = 0;
+    for (; i + FEW <= n; i += FEW) {
+        add_few(part, bounds, x + i);
+        std::memcpy(parts, part, sizeof(parts));
+#pragma omp simd
+        for (int64_t k = 0; k < 4 * LANES; k++) sums[k] += double(parts[k]);
+    }
+    Sums<float> found = sums_of(x + i, n - i);
+    for (int64_t k = 0; k < LANES; k++) {
+        found.sum += sums[k];
+        found.abs_sum += sums[LANES + k];
+        found.sq_sum += sums[2 * LANES + k];
+        found.quad_sum += sums[3 * LANES + k];
+        found.zeros += bounds.zeros[k];
+        found.low = least(bounds.low[k], found.low);
+        found.high = greatest(bounds.high[k], found.high);
+    }
+    return found;
+}
+
+inline Sums<double> sums_in_range(const double* x, int64_t n) { return sums_of(x, n); }
+
+inline Sums<float> sums_in_range(const float* x, int64_t n) {
+    const Sums<float> found = single_sums_of(x, n);
+    return single_is_enough(found) ? found : sums_of(x, n);
+}
+
+// Adds n floats; returns them, or spare where some had to be replaced by zeros.
+template <class T>
+const T* add_floats(Totals& t, const T* x, int64_t n, T* spare) {
+    const Sums<T> found = sums_in_range(x, n);
+    if (found.abs_sum - found.abs_sum != 0) {  // not finite, as one of them at least
         add_odd(t, x, n, spare);
         return spare;
     }
     t.n += n;
-    t.zeros += int64_t(zeros);
-    t.low = least(double(low), t.low);
-    t.high = greatest(double(high), t.high);
-    t.sum += sum;
-    t.abs_sum += abs_sum;
-    t.sq_sum += sq_sum;
-    t.quad_sum += quad_sum;
+    t.zeros += found.zeros;
+    t.low = least(double(found.low), t.low);
+    t.high = greatest(double(found.high), t.high);
+    t.sum += found.sum;
+    t.abs_sum += found.abs_sum;
+    t.sq_sum += found.sq_sum;
+    t.quad_sum += found.quad_sum;
     return x;
 }
 
@@ -243,25 +334,22 @@ void add_integers(Totals& t, const T* __restrict x, int64_t n, double* __restric
 
 // -- Kinds of values -------------------------------------------------------------------------------
 
-// Each reads a block: `add` takes it into the totals and returns what is to be folded.
+// Each reads a block: `read` takes it into the totals and returns what is to be folded, `widen` only gives its values.
 
-struct Float32 {
-    using Input = float;
-    using Folded = float;
-    static constexpr bool scales = false;
-    float spare[BLOCK];
-    const float* widen(const float* x, int64_t) { return x; }
+template <class T>
+struct Floats {
+    using Input = T;
+    using Folded = T;
+    T spare[BLOCK];
+    const T* widen(const T* x, int64_t) { return x; }
+    const T* read(Totals& t, const T* x, int64_t n) { return add_floats(t, x, n, spare); }
 };
 
+// Values of 16 bits as floats.
 struct Bfloat16 {
-    using Input = uint16_t;
-    using Folded = float;
-    static constexpr bool scales = false;
-    float spare[BLOCK], wide[BLOCK];
-    const float* widen(const uint16_t* x, int64_t n) {
+    static void widen(float* __restrict wide, const uint16_t* __restrict x, int64_t n) {
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) wide[i] = bits_of<float>(uint32_t(x[i]) << 16);
-        return wide;
     }
 };
 
@@ -272,70 +360,92 @@ inline float float16_value(uint16_t x) {
 }
 
 struct Float16 {
+    static void widen(float* __restrict wide, const uint16_t* __restrict x, int64_t n) {
+        int64_t i = 0;
+#if defined(__F16C__) && defined(__AVX__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(wide + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+#endif
+        for (; i < n; i++) wide[i] = float16_value(x[i]);
+    }
+};
+
+template <class Half>
+struct Halves {
     using Input = uint16_t;
     using Folded = float;
-    static constexpr bool scales = false;
     float spare[BLOCK], wide[BLOCK];
     const float* widen(const uint16_t* x, int64_t n) {
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) wide[i] = float16_value(x[i]);
+        Half::widen(wide, x, n);
+        return wide;
+    }
+    const float* read(Totals& t, const uint16_t* x, int64_t n) { return add_floats(t, widen(x, n), n, spare); }
+};
+
+template <class T>
+struct Whole {
+    using Input = T;
+    using Folded = double;
+    double wide[BLOCK];
+    const double* widen(const T* x, int64_t n) {
+        for (int64_t i = 0; i < n; i++) wide[i] = double(x[i]);
+        return wide;
+    }
+    const double* read(Totals& t, const T* x, int64_t n) {
+        add_integers(t, x, n, wide);
         return wide;
     }
 };
 
-struct Float64 {
-    using Input = double;
-    using Folded = double;
-    static constexpr bool scales = true;
-    double spare[BLOCK];
-    const double* widen(const double* x, int64_t) { return x; }
-};
-
-// False where the plain path has to do it, because fourth powers leave the range of double.
+// A tensor of n contiguous values of one kind, or the part of one that begins with a chunk.
 template <class Kind>
-bool add_kind(Totals& t, double* sketch, const void* data, int64_t n, int64_t chunk) {
-    using Folded = typename Kind::Folded;
-    Kind kind;
-    for (int64_t begin = 0; begin < n; begin += chunk_size, chunk++) {
-        const auto* x = static_cast<const typename Kind::Input*>(data) + begin;
-        const int64_t size = least(n - begin, chunk_size);
-        Rows rows;
-        for (int64_t q = 0; q * BLOCK < size; q++) {
-            const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
-            const Folded* clean = add_floats(t, kind.widen(x + q * BLOCK, count), count, kind.spare);
-            if (sketch) rows.fold_block(clean, count, q);
-        }
-        if (Kind::scales) {
-            const double largest = greatest(-t.low, t.high);
-            if (t.low <= t.high && largest != 0 && !(largest > 1e-70 && largest < 1e70)) return false;
-        }
-        if (!sketch || rows.add_to(sketch, chunk)) continue;
-        Rows again;  // sums beyond 3.4e38: in double
+struct Values {
+    using Input = typename Kind::Input;
+    const Input* data;
+    int64_t n;
+
+    int64_t count(int64_t block) const { return least(n - block * BLOCK, int64_t(BLOCK)); }
+
+    // One block, with its row [K] where a sketch is wanted.
+    void read(Totals& t, double* row, int64_t block) const {
+        Kind kind;
+        const auto* clean = kind.read(t, data + block * BLOCK, count(block));
+        if (row) fold_block(row, clean, count(block), block % BLOCKS);
+    }
+
+    // Adds the rows of the chunk that begins with this block; `chunk` is its number in the whole tensor.
+    void fold(double* sketch, double* rows, int64_t block, int64_t chunk) const {
+        const int64_t size = least(n - block * BLOCK, chunk_size);
+        if (add_rows(sketch, rows, size, chunk)) return;
+        Kind kind;  // sums beyond 3.4e38: in double
         double wide[BLOCK];
         for (int64_t q = 0; q * BLOCK < size; q++) {
-            const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
-            const Folded* read = kind.widen(x + q * BLOCK, count);
-            for (int64_t i = 0; i < count; i++) wide[i] = read[i] - read[i] == 0 ? double(read[i]) : 0.0;
-            again.fold_block(wide, count, q);
+            const auto* read = kind.widen(data + (block + q) * BLOCK, count(block + q));
+            for (int64_t i = 0; i < count(block + q); i++) wide[i] = read[i] - read[i] == 0 ? double(read[i]) : 0.0;
+            fold_block(rows + q * K, wide, count(block + q), q);
         }
-        again.add_to(sketch, chunk);
+        add_rows(sketch, rows, size, chunk);
     }
-    return true;
-}
 
-template <class T>
-bool add_whole(Totals& t, double* sketch, const void* data, int64_t n, int64_t chunk) {
-    double wide[BLOCK];
-    for (int64_t begin = 0; begin < n; begin += chunk_size, chunk++) {
-        const T* x = static_cast<const T*>(data) + begin;
-        const int64_t size = least(n - begin, chunk_size);
-        Rows rows;
-        for (int64_t q = 0; q * BLOCK < size; q++) {
-            const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
-            add_integers(t, x + q * BLOCK, count, wide);
-            if (sketch) rows.fold_block(wide, count, q);
-        }
-        if (sketch) rows.add_to(sketch, chunk);
+    // False where fourth powers leave the range of double.
+    static bool is_within(const Totals& t) {
+        if (!std::is_same<Input, double>::value) return true;
+        const double largest = greatest(-t.low, t.high);
+        return t.low > t.high || largest == 0 || (largest > 1e-70 && largest < 1e70);
+    }
+};
+
+// False where the plain path has to do it.
+template <class Kind>
+bool add(Totals& t, double* sketch, const void* data, int64_t n, int64_t chunk) {
+    const Values<Kind> values = {static_cast<const typename Kind::Input*>(data), n};
+    double rows[BLOCKS * K];
+    for (int64_t block = 0; block * BLOCK < n; block++) {
+        const int64_t q = block % BLOCKS;
+        values.read(t, sketch ? rows + q * K : nullptr, block);
+        if (q < BLOCKS - 1 && (block + 1) * BLOCK < n) continue;
+        if (!values.is_within(t)) return false;
+        if (sketch) values.fold(sketch, rows, block - q, chunk + block / BLOCKS);
     }
     return true;
 }
@@ -343,8 +453,8 @@ bool add_whole(Totals& t, double* sketch, const void* data, int64_t n, int64_t c
 using Add = bool (*)(Totals&, double*, const void*, int64_t, int64_t);
 // In the order of kernel_build.py, but for kinds of one byte, which go by codes.
 constexpr Add kinds[] = {
-    add_kind<Float32>,  add_kind<Bfloat16>, add_kind<Float16>,   add_kind<Float64>,   add_whole<int16_t>,
-    add_whole<int32_t>, add_whole<int64_t>, add_whole<uint16_t>, add_whole<uint32_t>, add_whole<uint64_t>,
+    add<Floats<float>>,  add<Halves<Bfloat16>>, add<Halves<Float16>>, add<Floats<double>>,  add<Whole<int16_t>>,
+    add<Whole<int32_t>>, add<Whole<int64_t>>,   add<Whole<uint16_t>>, add<Whole<uint32_t>>, add<Whole<uint64_t>>,
 };
 
 // -- Differences -----------------------------------------------------------------------------------
@@ -364,6 +474,9 @@ struct OfFloat32 {
     }
 };
 
+inline uint16_t limit_of(Bfloat16, double extreme) { return uint16_t((OfFloat32::limit(extreme) + 0xFFFFu) >> 16); }
+inline uint16_t limit_of(Float16, double) { return 0x7C00u; }  // no finite one is that large
+
 template <class Kind>
 struct OfHalf {
     using Input = uint16_t;
@@ -374,31 +487,11 @@ struct OfHalf {
         return wide;
     }
     static Size size(uint16_t x) { return x & 0x7FFFu; }
-    static Size limit(double extreme) { return Kind::limit(extreme); }
+    static Size limit(double extreme) { return limit_of(Kind(), extreme); }
 };
 
-struct AsBfloat16 {
-    static void widen(float* __restrict wide, const uint16_t* __restrict x, int64_t n) {
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) wide[i] = bits_of<float>(uint32_t(x[i]) << 16);
-    }
-    static uint16_t limit(double extreme) { return uint16_t((OfFloat32::limit(extreme) + 0xFFFFu) >> 16); }
-};
-
-struct AsFloat16 {
-    static void widen(float* __restrict wide, const uint16_t* __restrict x, int64_t n) {
-        int64_t i = 0;
-#if defined(__F16C__) && defined(__AVX__)
-        for (; i + 8 <= n; i += 8)
-            _mm256_storeu_ps(wide + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
-#endif
-        for (; i < n; i++) wide[i] = float16_value(x[i]);
-    }
-    static uint16_t limit(double) { return 0x7C00u; }  // no finite one is that large
-};
-
-using OfBfloat16 = OfHalf<AsBfloat16>;
-using OfFloat16 = OfHalf<AsFloat16>;
+using OfBfloat16 = OfHalf<Bfloat16>;
+using OfFloat16 = OfHalf<Float16>;
 
 struct OfFloat64 {
     using Input = double;
@@ -564,7 +657,7 @@ EXPORT int dispatch_trace_add_codes(const uint8_t* data, int64_t n, int64_t chun
     float wide[BLOCK];
     for (int64_t begin = 0; begin < n; begin += chunk_size, chunk++) {
         const int64_t size = least(n - begin, chunk_size);
-        Rows rows;
+        double rows[BLOCKS * K];
         for (int64_t q = 0; q * BLOCK < size; q++) {
             const uint8_t* x = data + begin + q * BLOCK;
             const int64_t count = least(size - q * BLOCK, int64_t(BLOCK));
@@ -573,9 +666,9 @@ EXPORT int dispatch_trace_add_codes(const uint8_t* data, int64_t n, int64_t chun
             for (int c = 0; c < 256; c++) counts[c] += int64_t(tables[0][c]) + tables[1][c] + tables[2][c] + tables[3][c];
             if (!sketch) continue;
             for (int64_t i = 0; i < count; i++) wide[i] = values[x[i]];
-            rows.fold_block(wide, count, q);
+            fold_block(rows + q * K, wide, count, q);
         }
-        if (sketch && !rows.add_to(sketch, chunk)) return 0;
+        if (sketch && !add_rows(sketch, rows, size, chunk)) return 0;
     }
     return 1;
 }

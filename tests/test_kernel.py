@@ -81,6 +81,18 @@ def test_constants_of_extreme_size(kernel: kernels.Kernel, dtype: torch.dtype, v
         check(kernel, torch.full((n,), value, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_where_single_precision_would_not_do(kernel: kernels.Kernel, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3 * 13562 + 5)
+    for exponent in (-120, -60, -40, -21, -19, 0, 14, 28, 31, 60, 120):
+        check(kernel, (values * 2.0**exponent).to(dtype))
+        check(kernel, (values * 2.0**exponent).relu().to(dtype))
+    spread = values * torch.exp2(torch.randint(-90, 20, values.shape))
+    check(kernel, spread.to(dtype))
+    check(kernel, (values - values.mean()).cumsum(0).to(dtype))  # what nearly cancels
+
+
 @pytest.mark.parametrize("value", [1e-200, 1e200, -1e308, 5e-324])
 def test_doubles_whose_powers_leave_the_range(kernel: kernels.Kernel, value: float) -> None:
     values = random_floats(50_000, torch.float64)
