@@ -38,7 +38,8 @@ EMPTY_OPS = frozenset(
     }
 )
 # What they return holds memory that nobody wrote: no hash of it is compared.
-UNWRITTEN_OPS = EMPTY_OPS | {"aten.resize", "aten.resize_as"}
+RESIZE_OPS = frozenset({"aten.resize", "aten.resize_as"})
+UNWRITTEN_OPS = EMPTY_OPS | RESIZE_OPS
 REASON_RANDOM = "random"
 REASON_HIGHER_ORDER = "higher-order operator"
 REASON_COLLECTIVE = "values from other processes"

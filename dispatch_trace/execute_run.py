@@ -22,6 +22,7 @@ from dispatch_trace.errors import NotExecutableError
 from dispatch_trace.execute_memory import Geometry, Memory, copy_of, geometry, has_geometry, storage_id
 from dispatch_trace.execute_ops import (
     FORMULAS,
+    RESIZE_OPS,
     UNWRITTEN_OPS,
     Decoder,
     NotRunnableError,
@@ -276,6 +277,10 @@ class Run:
 
     def _call(self, op: Any, record: StoredRecord, tensors: list[torch.Tensor | None]) -> dict[str, Any]:
         """Runs the op; its outputs by slot name."""
+        if record.op in RESIZE_OPS and any(slot.role == "written" for slot in record.slots):
+            # Memory grows where it is looked at. torch refuses where NumPy has seen it, and leaves a tensor
+            # behind that is longer than its memory.
+            return {}
         args = {name: self._decode(value, tensors) for name, value in record.args}
         self._complete(op, record, args)
         if not self.wide:

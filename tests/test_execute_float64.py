@@ -43,6 +43,22 @@ def test_float_casts_vanish_and_others_are_executed(tmp_path: Path) -> None:
         assert torch.equal(values[name].to(torch.float64), wanted.to(torch.float64)), name
 
 
+def test_memory_grows_though_somebody_has_looked_at_it_through_numpy(tmp_path: Path) -> None:
+    def program(m: Any, x: Any) -> Any:
+        grown = torch.zeros(2)
+        grown.resize_(4, 8)
+        grown.copy_(x.repeat(2, 1))
+        return grown * 3
+
+    rank, done, shapes = record(tmp_path / "t", program), execute.Execution(), []
+    for _, found in execute.iterate(rank, dtype=torch.float64, execution=done, inputs=True):
+        for value in found.values():
+            shapes.append(value.numpy().shape)  # torch no longer resizes this storage
+    assert (done.failed, dict(done.narrowed), shapes[-1]) == ([], {}, (4, 8))
+    (value,) = wide_values(rank, "aten.mul.Tensor")
+    assert torch.equal(value, batch().double().repeat(2, 1) * 3)
+
+
 def test_aliases_alias_and_bit_views_go_through_the_recorded_precision(tmp_path: Path) -> None:
     def program(m: Any, x: Any) -> Any:
         y = x / 3

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,11 @@ QUICK = {
     "a value that is shared is written over": ("334",),
     "weights hold the same numbers in another order": ("349",),
     "values and weights change behind the recorder's back": ("366", "367"),
+    "a copy reads the memory that it writes": ("377",),
+    "what one call is not handed, others are right without": ("373",),
+    "a module is to work on a constant, and hands it on": ("410",),
+    "columns are in another order, and taken apart accordingly": ("426",),
+    "memory grows after something has looked at it": ("427",),
 }
 
 # What the cases warn about is theirs.
@@ -56,12 +63,21 @@ def test_case(file: Path) -> None:
         assert row["capture_ok"] is not False, row["missing"]
 
 
+def expected(file: Path) -> dict[str, Any]:
+    """`EXPECT` of a case, read and not run: some cases import transformers."""
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "EXPECT":
+            found: dict[str, Any] = ast.literal_eval(statement.value)
+            return found
+    raise AssertionError(f"{file.name} has no EXPECT")
+
+
 def test_every_case_says_where_it_was_reported_and_what_is_right() -> None:
     groups = []
     for file in FILES:
         first = file.read_text(encoding="utf-8").splitlines()[0]
         assert " Ref: " in first and "#" in first, file.name
-        expect = tool.load_case(file).EXPECT
+        expect = expected(file)
         assert expect["kind"] and expect["note"], file.name
         groups.append(tool.group_of(expect))
     assert len(FILES) == len({tool.case_id(file) for file in FILES})

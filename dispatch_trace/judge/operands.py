@@ -9,14 +9,15 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dispatch_trace.align.canon import SAME_ORDER, family, short
-from dispatch_trace.align.graph import Call, Origin, Program, Value
+from dispatch_trace.align.graph import Call, Origin, Program, Value, slot_numel
 from dispatch_trace.align.ops import scalars
 from dispatch_trace.align.pairs import paired_slots, same_path, slot_role
 from dispatch_trace.align.summaries import EXTREME
-from dispatch_trace.align.views import elements
-from dispatch_trace.geometry import extent_of
+from dispatch_trace.align.views import MAX_ELEMENTS, elements
+from dispatch_trace.geometry import extent_of, touched
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, State, within
 from dispatch_trace.judge.regions import Region, Regions
@@ -108,26 +109,39 @@ class Operands:
         )
 
     def written_elsewhere(self, ref: StoredRecord, record: StoredRecord, state: State) -> Finding | None:
-        """An operand into whose memory something was written at another place than in the reference."""
+        """An operand into whose memory something was written otherwise than in the reference.
+
+        At another place, or by an op that reads there while it writes.
+        """
         for a, b in paired_slots(ref, self._ref.inputs(ref), record, self._target.inputs(record)):
             if min(a.storage, b.storage) < 0 or (a.shape, a.strides) != (b.shape, b.strides):
                 continue
             held = self._ref.held_content(ref, a), self._target.held_content(record, b)
             if min(held) >= 0 and not self._differs(*held):
                 continue
+            last: tuple[StoredRecord, str] | None = None
             for writer, slot in self._uses_of_memory(b.storage):
                 if writer.seq >= record.seq:
                     break
-                pair = self._pairing.ops.get(writer.seq) if slot.role == "written" else None
-                for twin in () if pair is None else self._ref.records[pair.ref].slots:
+                theirs = self._regions.counterpart(writer) if slot.role == "written" else None
+                if theirs is None:
+                    continue
+                for twin in theirs.slots:
                     if twin.role != "written" or twin.storage != a.storage:
                         continue
+                    overlap = _read_while_written(writer, slot)
+                    if overlap and not _read_while_written(theirs, twin):
+                        last = writer, overlap  # what earlier ones wrote was read and right
                     places = _place_within(twin, a), _place_within(slot, b)
                     if None in places or twin.shape != slot.shape or places[0] == places[1]:
                         continue
                     evidence = self._sites.evidence(state) | {"elements": places, "reader": record.op}
                     hint = "writes to another place of the memory"
                     return self._sites.finding(writer, writer.op, "wiring", evidence, state, hint=hint)
+            if last is not None:
+                evidence = self._sites.evidence(state) | {"operand": last[1], "reader": record.op}
+                hint = "reads memory that it writes"
+                return self._sites.finding(last[0], last[0].op, "wiring", evidence, state, hint=hint)
         return None
 
     def _uses_of_memory(self, storage: int) -> list[tuple[StoredRecord, StoredSlot]]:
@@ -192,8 +206,27 @@ class Operands:
             ]
             if not passed or any(s.name in passed and s.is_tensor for s in call.record.slots):
                 break
+            if self._is_right_without(passed, sources, call):
+                break  # a kernel that masks by itself is handed no mask in any layer
             seat = call.parent
         return seat
+
+    def _is_right_without(self, names: Collection[str], sources: Collection[Value], call: Call) -> bool:
+        """Whether another call of the target returns right values though it is not handed these either."""
+        for key, other in self._pairing.calls.items():
+            ref, target = self._ref.calls[key].record, self._target.calls[other].record
+            if other == call.key or ref is None or target is None:
+                continue
+            handed = [s for s in ref.slots if s.role == "in" and s.is_tensor and s.name in names]
+            if not any(o.value in sources for slot in handed for o in self._ref.origins(ref, slot)):
+                continue
+            if any(s.name in names and s.is_tensor for s in target.slots):
+                continue
+            made = [s for s in target.slots if s.role == "out" and s.is_tensor]
+            values = {o.value for slot in made for o in self._target.origins(target, slot)}
+            if values and all(self._noise.state(value).explained for value in values):
+                return True
+        return False
 
     def wiring(self, record: StoredRecord, ref: StoredRecord, state: State) -> Finding | None:
         """An operand that comes from elsewhere, or is looked at in another way."""
@@ -398,6 +431,24 @@ def _scalar_arguments(record: StoredRecord) -> dict[str, Any]:
 
 def _view_key(record: StoredRecord) -> tuple[str, str]:
     return short(record.op), scalars(record)
+
+
+def _read_while_written(record: StoredRecord, written: StoredSlot) -> str:
+    """The argument of an op that lies in what the op writes, in other elements of it; "" if there is none."""
+    for slot in record.slots:
+        if slot.role == "in" and slot.is_tensor and slot.storage == written.storage >= 0:
+            read, into = _elements_of(slot), _elements_of(written)
+            if read is None or into is None or np.array_equal(read, into):
+                continue
+            if np.intersect1d(read, into).size:
+                return slot.name.removeprefix("in.")
+    return ""
+
+
+def _elements_of(slot: StoredSlot) -> npt.NDArray[np.int64] | None:
+    if slot.offset is None or slot.strides is None or slot_numel(slot) > MAX_ELEMENTS:
+        return None
+    return touched(slot.offset, slot.shape, slot.strides)
 
 
 def _place_within(part: StoredSlot, whole: StoredSlot) -> tuple[int, tuple[int, ...]] | None:

@@ -6,9 +6,12 @@ sum. A rewrite heals instead: the next result is right, though its input's error
 
 from __future__ import annotations
 
+import numpy as np
+
 from dispatch_trace.align.canon import DISCRETE, family, is_factory, short
 from dispatch_trace.align.flow import has_inputs
-from dispatch_trace.align.graph import Program, Value
+from dispatch_trace.align.graph import Program, Value, slot_numel
+from dispatch_trace.align.views import elements
 from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.schema import StoredRecord
 
@@ -42,6 +45,7 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
         state = noise.state(current)
         if state.wrong and any(seq not in around for seq in module_values.get(current, ())):
             reached = True
+        spoiled, healing = False, []
         for seq, _ in target.consumers.get(current, ()):
             reader = target.records[seq]
             if is_factory(reader):
@@ -50,14 +54,21 @@ def is_hidden(noise: NoisePass, value: Value, module_values: dict[Value, list[in
                 following = (seq, out.index)
                 after = noise.state(following)
                 if after.suspicious:
+                    spoiled = True
                     if following not in seen:
                         seen.add(following)
                         todo.append(following)
                     continue
                 read = True
-                if short(reader.op) in DISCRETE or _reads_part(target, reader, current):
-                    continue  # it decides the same on a wrong number, or reads right ones beside it
-                healed = healed or _lost_error(reader, after)
+                if short(reader.op) in DISCRETE:
+                    continue  # it decides the same on a wrong number
+                if not _lost_error(reader, after):
+                    continue
+                if _reads_part(target, reader, current):
+                    healing.append(reader)  # it may read right numbers beside wrong ones
+                else:
+                    healed = True
+        healed = healed or (not spoiled and bool(healing) and _is_read_whole(target, healing, current))
     # What nobody reads at the end, as an unused head, is not hidden; who raised has not come to reading it.
     return reached and not healed and (read or _has_raised(noise))
 
@@ -103,6 +114,18 @@ def _reads_part(target: Program, reader: StoredRecord, value: Value) -> bool:
         if origin.value == value
     ]
     return max(shares, default=1.0) < 1.0
+
+
+def _is_read_whole(target: Program, readers: list[StoredRecord], value: Value) -> bool:
+    """Whether the parts of a value that some ops read are all of it, as columns in another order are."""
+    missing = np.ones(slot_numel(target.slot(value)), dtype=bool)
+    for reader in readers:
+        for slot in target.inputs(reader):
+            for origin in target.origins(reader, slot):
+                shown = elements(target, reader, slot, origin) if origin.value == value else None
+                if shown is not None:
+                    missing[shown.reshape(-1)] = False
+    return not missing.any()
 
 
 def module_values(noise: NoisePass) -> dict[Value, list[int]]:

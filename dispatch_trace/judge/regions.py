@@ -130,8 +130,15 @@ class Regions:
         return {origin.value for slot in slots for origin in self._target.origins(record, slot)}
 
     def fed_by_constant(self, region: Region) -> bool:
-        """Whether the reader takes a constant of the program where the reference computes something."""
+        """Whether the reader takes a constant of the program where the reference computes something.
+
+        A constant that the reference computes with counts for nothing: what was to be done to it is missing.
+        """
         assert region.ref is not None
+        read = {
+            o.value for r in region.only_ref for s in self._ref.inputs(r) for o in self._ref.origins(r, s)
+        }
+        used = {link.target for value in read for link in self._pairing.ref_links.get(value, ())}
         for a, b in paired_slots(
             region.ref, self._ref.inputs(region.ref), region.target, self._target.inputs(region.target)
         ):
@@ -141,7 +148,7 @@ class Regions:
             if computed and all(
                 self._target.is_leaf(o.value) or is_factory(self._target.records[o.value[0]]) for o in ours
             ):
-                return True
+                return not any(o.value in used for o in ours)
         return False
 
     def has_twin(self, record: StoredRecord, region: Region) -> bool:

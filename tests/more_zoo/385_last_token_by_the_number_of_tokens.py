@@ -11,10 +11,7 @@ class Pool(nn.Module):
 
     def forward(self, states, ids):
         real = ids != 0
-        if self.flag:
-            last = real.sum(-1) - 1
-        else:
-            last = (torch.arange(ids.shape[1]) * real).argmax(-1)
+        last = real.sum(-1) - 1 if self.flag else (torch.arange(ids.shape[1]) * real).argmax(-1)
         return states[torch.arange(ids.shape[0]), last]
 
 
