@@ -11,10 +11,8 @@ class Model(nn.Module):
 
     def forward(self, ids=None, embeds=None):
         if ids is not None:
-            x = self.embed(ids) * 12.0
-        else:
-            x = embeds if self.flag else embeds * 12.0
-        return self.rnn(x)[0]
+            embeds = self.embed(ids)
+        return self.rnn(embeds if ids is None and self.flag else embeds * 12.0)[0]
 
 
 class Net(nn.Module):
