@@ -86,7 +86,8 @@ def _plan() -> Plan:
         "SEED_POSITION": f"{SEED_POSITION}u",
         "SEED_BLOCK": f"{SEED_BLOCK}u",
     }
-    return Plan("kernel", _SOURCE, (*_FLAGS, *(f"-D{name}={value}" for name, value in defines.items())))
+    flags = (*_FLAGS, *(f"-D{name}={value}" for name, value in defines.items()))
+    return Plan("kernel", _SOURCE, flags, sorted(_SOURCE.parent.glob("kernel_*.h")))
 
 
 _THE_BUILD = Build(_plan, Library)
