@@ -15,7 +15,7 @@ namespace {
 // -- without values --------------------------------------------------------------------------------------
 
 // As the body of `MetaRecorder.__torch_dispatch__`. Its keys equal none of those made in Python: where a tensor
-// may stand they have one number, those a shape and a dtype.
+// may stand they have one object, those a shape and a dtype.
 void note_shapes(PyObject* self, Way* way, const Info& info, PyObject* frame, PyObject* args,
                  PyObject* kwargs, PyObject* out) {
   std::vector<Ref> key;

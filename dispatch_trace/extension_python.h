@@ -53,7 +53,7 @@ void check(int code) {
   X(_note) X(_purge_at) X(_record) X(_snapshot) X(active) X(alignment) X(base) X(busy) X(call)          \
   X(contents) X(counts) X(definitions) X(direct) X(dispatch) X(draws) X(facts) X(fault)                 \
   X(find_source) X(frame) X(hex) X(id) X(inputs) X(keep_data) X(key) X(last) X(leaf) X(leaves)          \
-  X(module) X(nbytes) X(num_bytes) X(number) X(number_geometry) X(op) X(origin) X(parameters)           \
+  X(module) X(nbytes) X(num_bytes) X(name_geometry) X(number) X(op) X(origin) X(parameters)           \
   X(plain_inputs_of) X(plain_note_module) X(purge) X(put_rows_of) X(quick) X(random) X(ready)           \
   X(records_ops) X(selected) X(shares_bodies) X(summarise) X(tensor) X(told) X(values) X(version)       \
   X(versions) X(weak) X(writer) X(writes)

@@ -14,7 +14,7 @@ struct Made {
   const at::Tensor* tensor;  // null for what is no tensor
   c10::StorageImpl* storage;
   Ref entry;  // none: of a new storage
-  Ref g, number;
+  Ref g, name;
   int64_t num_bytes;
 };
 
@@ -109,7 +109,7 @@ void look_at_output(Noting& noting, PyObject* value) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   Ref entry = entry_of(way, storage);
   const Shape& shape = shape_of(way, tensor, true);
-  Ref g = Ref::to(shape.g.get()), number = Ref::to(shape.number.get());
+  Ref g = Ref::to(shape.g.get()), name = Ref::to(shape.name.get());
   if (entry) {
     Ref told = attribute(entry.get(), names.told);
     if (told.get() != Py_None && !may_alias(entry.get(), told.get(), g.get())) throw Unusual{};
@@ -119,10 +119,10 @@ void look_at_output(Noting& noting, PyObject* value) {
     }
   }
   int64_t num_bytes = entry ? -1 : static_cast<int64_t>(storage->nbytes());
-  noting.key.push_back(Ref::to(number.get()));
+  noting.key.push_back(Ref::to(name.get()));
   noting.key.push_back(integer(num_bytes));
   noting.made.push_back(
-      Made{&tensor, storage, std::move(entry), std::move(g), std::move(number), num_bytes});
+      Made{&tensor, storage, std::move(entry), std::move(g), std::move(name), num_bytes});
 }
 
 // An instance whose `__init__` is not called: its slots are set here.
@@ -221,10 +221,10 @@ Ref define(PyObject* self, Way* way, Made& made, PyObject* seq, Py_ssize_t slot)
   Ref producers = untracked(tuple_of(untracked(tuple_of(seq, index.get())).get()));
   Ref facts = attribute(entry, names.facts);
   Ref fact = untracked(tuple_of(number.get(), num_bytes.get(), alignment.get(), producers.get(), known.get(),
-                                flags.get(), made.number.get()));
+                                flags.get(), made.name.get()));
   check(PyDict_SetItem(facts.get(), made.g.get(), fact.get()));
   return untracked(tuple_of(number.get(), num_bytes.get(), alignment.get(), empty_tuple, content.get(),
-                            zero, made.number.get()));
+                            zero, made.name.get()));
 }
 
 // As `ValueRecorder._note`. Returns null where a row was noted, else the key to record it by.

@@ -26,8 +26,8 @@ struct Shape {
   int64_t offset;
   std::vector<int64_t> sizes, strides;
   Ref g;       // (dtype, offset, shape, strides, 0)
-  Ref number;  // of `Storages.number_geometry`; none with `save="meta"`
-  Ref brief;   // with `save="meta"`: a number that no other shape and dtype has
+  Ref name;    // of `Storages.name_geometry`; none with `save="meta"`
+  Ref brief;   // with `save="meta"`: an object that no other shape and dtype has
 };
 
 // A place in the program, with what a record says of it.
@@ -88,11 +88,11 @@ bool is_dense(const at::Tensor& tensor) {
          !tensor.is_conj() && !tensor.is_quantized();
 }
 
-const Shape& shape_of(Way* way, const at::Tensor& tensor, bool numbered) {
+const Shape& shape_of(Way* way, const at::Tensor& tensor, bool named) {
   auto dtype = tensor.scalar_type();
   auto sizes = tensor.sizes();
-  auto strides = numbered ? tensor.strides() : c10::IntArrayRef();
-  int64_t offset = numbered ? tensor.storage_offset() : 0;
+  auto strides = named ? tensor.strides() : c10::IntArrayRef();
+  int64_t offset = named ? tensor.storage_offset() : 0;
   uint64_t hash = static_cast<uint64_t>(dtype) * 0x9E3779B97F4A7C15ull ^ static_cast<uint64_t>(offset);
   for (int64_t n : sizes) hash = (hash ^ static_cast<uint64_t>(n)) * 0x9FB21C651E98DF25ull + 1;
   for (int64_t n : strides) hash = (hash ^ static_cast<uint64_t>(n)) * 0xD6E8FEB86659FD93ull + 3;
@@ -107,15 +107,14 @@ const Shape& shape_of(Way* way, const at::Tensor& tensor, bool numbered) {
   }
   // Made before the table is touched: what Python does meanwhile may come here as well.
   Shape made{dtype, offset, sizes.vec(), strides.vec(), Ref(), Ref(), Ref()};
-  if (numbered) {
+  if (named) {
     Ref kind = Ref::to(must(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
     Ref size(
         must(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), tuple_of_sizes(sizes).get())));
     made.g = tuple_of(kind.get(), integer(offset).get(), size.get(), tuple_of_sizes(strides).get(), zero);
-    made.number = Ref(must(PyObject_CallMethodOneArg(way->held.storages, names.number_geometry, made.g.get())));
+    made.name = Ref(must(PyObject_CallMethodOneArg(way->held.storages, names.name_geometry, made.g.get())));
   } else {
-    static int64_t num_briefs = 0;  // of all threads and recordings, since they may share bodies
-    made.brief = integer(num_briefs++);
+    made.brief = Ref(must(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type))));
   }
   if (way->num_shapes >= MANY_SHAPES) {  // shapes that never come back (a growing cache) must not fill the memory
     way->shapes->clear();
@@ -131,7 +130,7 @@ bool starts_with_int(PyObject* sequence) {
   return PySequence_Fast_GET_SIZE(sequence) > 0 && PyLong_CheckExact(PySequence_Fast_GET_ITEM(sequence, 0));
 }
 
-// As `keys.exact`; tensors by the number of their shape and dtype where they may stand there.
+// As `keys.exact`; tensors by what stands for their shape and dtype where they may stand there.
 Ref exact(Way* way, PyObject* value, bool tensors) {
   if (value == Py_None || PyLong_CheckExact(value) || PyUnicode_CheckExact(value)) return Ref::to(value);
   if (PyBool_Check(value)) return Ref::to(value == Py_True ? true_text : false_text);

@@ -281,8 +281,8 @@ class NotedSite(Protocol):
 
 
 # What a slot of a noted row says beyond its body: (storage, storage_bytes, alignment, producers, content,
-# flags) as in `RawSlot`, with these flags, and a number for its geometry, which no two share.
-SlotFacts = tuple[int, int, int, tuple[tuple[int, int], ...], Content | None, int, int]
+# flags) as in `RawSlot`, with these flags, and what stands for its geometry, which no two share.
+SlotFacts = tuple[int, int, int, tuple[tuple[int, int], ...], Content | None, int, object]
 SLOT_LEAF = 1
 SLOT_IS_NEW = 2  # a leaf that the record which reads it next introduces
 

@@ -154,10 +154,10 @@ def test_what_fails_in_it_is_told_and_the_program_goes_on(
     model, x = Doubling(), torch.ones(4, 8)
     wanted = model(x)
 
-    def number(self: Storages, g: Any) -> int:
+    def name(self: Storages, g: Any) -> object:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Storages, "number_geometry", number)
+    monkeypatch.setattr(Storages, "name_geometry", name)
     with (
         pytest.warns(RuntimeWarning, match="planted"),
         torch.no_grad(),

@@ -147,3 +147,23 @@ def test_programs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
                 runner(model, args)
 
     compare(tmp_path, run, "tensors", monkeypatch, unwritten=name in UNWRITTEN)
+
+
+class Numbers(torch.nn.Module):
+    """Whole numbers where the tensors of another call of the op stood."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones(8)
+        x = x * ones * ones * ones
+        for number in range(64):
+            x = x * number
+        return x
+
+
+@pytest.mark.parametrize("save", ["meta", "stats"])
+def test_a_number_stands_for_no_tensor(tmp_path: Path, way: str, save: str) -> None:
+    model = Numbers()
+    with torch.no_grad(), dt.record(tmp_path / "t", model, save=save, on_error="raise"):
+        model(torch.ones(4, 8))
+    products = [r for r in open_ranks(tmp_path / "t")[0].records() if r.op == "aten.mul"]
+    assert [dict(r.args)["other"] for r in products[3:]] == list(range(64))

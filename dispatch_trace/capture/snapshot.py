@@ -184,7 +184,7 @@ class Storages:
     Attributes:
       written_parameters: numbers of storages of recorded parameters that ops have written since.
       by_address: what is known of the storages that live, by the address of their C++ object.
-      geometries: numbers of geometries, for keys that are quick to compare; see `number_geometry`.
+      geometries: what stands for geometries, for keys that are quick to compare; see `number_geometry`.
     """
 
     def __init__(self, writer: TraceWriter, *, caches: bool = True) -> None:
@@ -195,8 +195,7 @@ class Storages:
         self.by_address: dict[int, StorageEntry] = {}
         self._by_object: dict[int, ObjectEntry] = {}
         self.known_parameters = KnownParameters()
-        self.geometries: dict[Geometry, int] = {}
-        self._next_geometry = itertools.count().__next__
+        self.geometries: dict[Geometry, object] = {}
         self._next_number = itertools.count().__next__
         self._purge_at = _PURGE_EVERY
 
@@ -226,14 +225,17 @@ class Storages:
         entry.versions = not tensor.is_inference()
         return entry, True
 
-    def number_geometry(self, g: Geometry) -> int:
-        """The number of a geometry. One that was forgotten gets another: no two ever share one."""
-        number = self.geometries.get(g)
-        if number is None:
+    def name_geometry(self, g: Geometry) -> object:
+        """What stands for a geometry in keys. One that was forgotten gets another: no two ever share one.
+
+        It equals nothing but itself: a number would equal a number that an op takes in a tensor's place.
+        """
+        name = self.geometries.get(g)
+        if name is None:
             if len(self.geometries) >= _MANY_GEOMETRIES:
                 self.geometries.clear()
-            number = self.geometries[g] = self._next_geometry()
-        return number
+            name = self.geometries[g] = object()
+        return name
 
     def add(self, storage: Any, nbytes: int, alignment: int, origin: str) -> StorageEntry:
         """The entry of a storage that is seen for the first time."""
@@ -481,7 +483,7 @@ class Storages:
             producers,
             entry.history.contents.get(g),
             flags,
-            self.number_geometry(g),
+            self.name_geometry(g),
         )
 
     def _end_parameters(self, entry: StorageEntry) -> None:

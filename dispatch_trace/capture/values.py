@@ -30,7 +30,7 @@ _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 
 _CREDIT_BYTES = 1 << 18  # of snapshots, announced to the writer together, at most
-NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0, -1)
+NO_TENSOR: SlotFacts = (-1, 0, 0, (), None, 0, None)
 _Seen = tuple[StorageEntry, Geometry, SlotFacts]
 # (tensor, storage, its entry if it has one, geometry and its number, bytes of a new storage)
 _Made = tuple[torch.Tensor, Any, StorageEntry | None, Geometry, int, int]
@@ -186,13 +186,13 @@ class ValueRecorder(RowRecorder):
                     entry is not None and entry.told is not None and not _may_alias(entry, g)
                 ):
                     return ()
-                number = geometries.get(g)
-                if number is None:
-                    number = self._storages.number_geometry(g)
+                geometry = geometries.get(g)
+                if geometry is None:
+                    geometry = self._storages.name_geometry(g)
                 num_bytes = -1 if entry is not None else storage.nbytes()
-                add(number)
+                add(geometry)
                 add(num_bytes)
-                made.append((value, storage, entry, g, number, num_bytes))
+                made.append((value, storage, entry, g, geometry, num_bytes))
         except (NoKey, RuntimeError, NotImplementedError):  # tensors without a storage, strides or one shape
             return ()
         if len(made) > 1 and _share_storage(made):

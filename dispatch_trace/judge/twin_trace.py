@@ -270,8 +270,9 @@ class TwinTrace(Singly):
         return None if found is None else found.sketch
 
     def array(self, number: int) -> npt.NDArray[Any] | None:
+        """What is compared: masks of any size are one number."""
         found = self.value(number)
-        return None if found is None else found.data
+        return None if found is None else found.compared
 
     def whole(self, number: int) -> npt.NDArray[Any] | None:
         """All elements, of leaves too."""
@@ -281,7 +282,8 @@ class TwinTrace(Singly):
         return self.array(number) if numbers is None else numbers.numpy()
 
     def tensor(self, number: int) -> torch.Tensor:
-        data = self.array(number)
+        found = self.value(number)
+        data = None if found is None else found.data
         if data is None:
             raise DispatchTraceError(f"value {number} of the float64 run was not kept")
         return torch.from_numpy(np.ascontiguousarray(data))

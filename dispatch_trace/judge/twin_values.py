@@ -3,6 +3,8 @@
 A fingerprint is the value's sketch (`sketch`, with float64 sums), its moments, and where its elements are not
 finite. Two values are compared by their sketches: ||a - b|| to within a few per cent whatever its size, so
 that a difference of 1e-12 and one of 1e-5 are told apart without either value. Small values are kept whole.
+Masks that are but large (-1e9, -65504) are told by the gap between them and the rest: beside a norm of 1e9 a
+wrong score would be nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ SMALL = 1024
 # Views of repeated memory can have any number of elements; beyond this they get no fingerprint.
 MAX_ELEMENTS = 1 << 27
 _MAX_PERMUTED_DIMS = 4
+# Elements below -_MASK are a mask's where all others are smaller by this factor.
+_MASK = 3e4
+_MASK_OVER_REST = 1e3
 # A value of fewer elements, or of one value throughout, equals others by chance.
 MIN_TELLING = 16
 
@@ -42,6 +47,7 @@ class Fingerprint:
       stats: n, nan, posinf, neginf, and min, max, sum, sq_sum over elements of ordinary size.
       sketch: [K] float64; elements that are not finite, or as large as a mask's, count as 0.
       pattern: a hash of the places of those, b"" where there are none.
+      mask: elements at most this are a mask's; None where only the largest numbers are.
       data: the elements, [*shape] float64, complex128 or integers; None where they were not kept.
     """
 
@@ -49,7 +55,15 @@ class Fingerprint:
     stats: dict[str, int | float | None]
     sketch: Floats
     pattern: bytes = b""
+    mask: float | None = None
     data: Floats | None = None
+
+    @property
+    def compared(self) -> Floats | None:
+        """The elements, those of a mask as the numbers that other masks are."""
+        if self.data is None or self.mask is None:
+            return self.data
+        return np.where(self.data <= self.mask, -np.finfo(np.float32).max, self.data)
 
     @property
     def numel(self) -> int:
@@ -104,22 +118,41 @@ def fingerprint(value: torch.Tensor, *, keep: int = SMALL) -> Fingerprint | None
     sums = np.zeros(2)
     sketch = np.zeros(K)
     pattern = xxhash.xxh3_128()
+    mask = _mask_of(elements)
+    extreme = EXTREME if mask is None else -mask
     for start in range(0, elements.shape[0], CHUNK):
         part = elements[start : start + CHUNK]
         chunk = part if part.dtype == np.float64 else part.astype(np.float64)
-        clean = _add(stats, sums, pattern, start, chunk)
+        clean = _add(stats, sums, pattern, start, chunk, extreme)
         sketch += fold_chunk(clean, start)
     stats |= {"sum": float(sums[0]), "sq_sum": float(sums[1])}
-    return Fingerprint(tuple(value.shape), stats, sketch, _digest(pattern, stats), data)
+    return Fingerprint(tuple(value.shape), stats, sketch, _digest(pattern, stats), mask, data)
+
+
+def _mask_of(elements: Floats) -> float | None:
+    """The largest element of a mask that stands out from the rest, None where there is none."""
+    if elements.size == 0 or not elements.min() <= -_MASK:  # NaN has no such gap either
+        return None
+    size = np.abs(elements)
+    masked = elements <= -_MASK
+    rest = size[~masked]
+    if rest.size == 0 or not rest.max() * _MASK_OVER_REST <= size[masked].min():
+        return None
+    return -float(size[masked].min())
 
 
 def _add(
-    stats: dict[str, int | float | None], sums: Floats, pattern: Any, start: int, chunk: Floats
+    stats: dict[str, int | float | None],
+    sums: Floats,
+    pattern: Any,
+    start: int,
+    chunk: Floats,
+    extreme: float,
 ) -> Floats:
     """Takes a chunk into the moments; returns it with 0 in place of what is not of ordinary size."""
     square = _square_sum(chunk)
-    if not square < EXTREME**2:  # NaN makes this true as well
-        odd = ~(np.abs(chunk) < EXTREME)
+    if not square < extreme**2:  # NaN makes this true as well
+        odd = ~(np.abs(chunk) < extreme)
         kinds = np.where(np.isnan(chunk[odd]), 2.0, np.sign(chunk[odd]))
         pattern.update((np.flatnonzero(odd) + start).tobytes())
         pattern.update(kinds.tobytes())
