@@ -131,6 +131,8 @@ class Memory:
         self._objects: dict[int, torch.Tensor] = {}
         self._contents: dict[int, dict[Geometry, int]] = {}  # what was loaded and not written since
         self._missing: set[int] = set()
+        # Of storages of which unwritten memory was loaded: its dtype, and which elements were written since.
+        self._written: dict[int, tuple[str, torch.Tensor]] = {}
         self._time = 0
 
     def dtype(self, name: str) -> torch.dtype:
@@ -190,6 +192,8 @@ class Memory:
         """
         value = self._widen(value)
         if has_geometry(slot):
+            if slot.uninitialised:
+                value = self._beside_written(slot, value)
             if slot.storage in self._blocks or not self._adopt(slot, value):
                 assign(self._view(slot), value)
             self._stamp(slot)
@@ -198,6 +202,16 @@ class Memory:
         if _is_whole(slot):
             self._missing.discard(slot.storage)
         self._contents.setdefault(slot.storage, {})[geometry(slot)] = slot.content
+
+    def _beside_written(self, slot: StoredSlot, value: torch.Tensor) -> torch.Tensor:
+        """What nobody wrote of `slot`, and around it what ops of this run did: the recording may be coarser."""
+        assert slot.strides is not None and slot.offset is not None
+        dtype, written = self._written.get(slot.storage, ("", None))
+        if written is None or dtype != slot.dtype:
+            size = slot.storage_bytes // dtype_from_name(slot.dtype).itemsize
+            self._written[slot.storage] = (slot.dtype, torch.zeros(size, dtype=torch.bool))
+            return value
+        return torch.where(written.as_strided(slot.shape, slot.strides, slot.offset), self._view(slot), value)
 
     def _adopt(self, slot: StoredSlot, value: torch.Tensor) -> bool:
         """Takes over the memory of `value` where it is what the storage should be, instead of copying it."""
@@ -217,6 +231,11 @@ class Memory:
         self._contents.pop(slot.storage, None)
         if has_geometry(slot):
             self._stamp(slot)
+        dtype, written = self._written.get(slot.storage, ("", None))
+        if written is not None and has_geometry(slot) and slot.dtype == dtype:
+            assert slot.strides is not None and slot.offset is not None
+            view = written.as_strided(slot.shape, slot.strides, slot.offset)
+            assign(view, torch.ones(slot.shape, dtype=torch.bool))
 
     def _stamp(self, slot: StoredSlot) -> None:
         self._time += 1
@@ -329,6 +348,7 @@ class Memory:
             self._objects.pop(number, None)
             self._contents.pop(number, None)
             self._missing.discard(number)
+            self._written.pop(number, None)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dispatch_trace.align.canon import family, short
+from dispatch_trace.align.canon import family, is_factory, short
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.flow import has_inputs
 from dispatch_trace.align.graph import Call, Program, Value, around_all
@@ -313,6 +313,10 @@ class Blame:
         if region.only_target or region.only_ref or region.ref is None:
             return None
         record, ref = region.target, region.ref
+        if is_factory(record) and not is_factory(ref):
+            # A constant is read where the reference computes something; what its shape came from is no operand.
+            evidence = self._sites.evidence(state) | {"extra_op": record.op, "ref_op": ref.op}
+            return self._sites.finding(record, record.op, "structure", evidence, state)
         wiring = self._operands.wiring(record, ref, state)
         if wiring is not None:
             return wiring
