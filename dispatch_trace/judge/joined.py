@@ -22,9 +22,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dispatch_trace.align.canon import short
+from dispatch_trace.align.canon import dtype_class, short
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing, Progress
+from dispatch_trace.align.summaries import SKETCH_FLOOR
 from dispatch_trace.errors import DispatchTraceError, NotExecutableError
 from dispatch_trace.executable import check_executable
 from dispatch_trace.judge.casts import lone_casts
@@ -250,15 +251,34 @@ class _Joined:
     def _resized_by_flip(self) -> int:
         """The first op of the target whose result's size depends on a decision that flipped; 0: none does."""
         target = self._pairing.target
-        return min(
-            (
-                seq
-                for (seq, _), state in self._first.noise.states.items()
-                if any(kind == "flip" for kind, _ in state.flags)
-                and short(target.records[seq].op) in _SIZED_BY_VALUES
-            ),
-            default=0,
-        )
+        sized = [
+            seq
+            for (seq, _), state in self._first.noise.states.items()
+            if any(kind == "flip" for kind, _ in state.flags)
+            and short(target.records[seq].op) in _SIZED_BY_VALUES
+        ]
+        decided = self._decided_otherwise()
+        if decided:
+            sized += [seq for seq in _sized_otherwise(self._pairing) if seq > decided]
+        return min(sized, default=0)
+
+    def _decided_otherwise(self) -> int:
+        """The first op of the target of which either run holds other integers than its recording; 0: none."""
+        pairing = self._pairing
+        ours = self._first_decided(pairing.target, self._twins.target)
+        theirs = pairing.ops_by_ref.get(self._first_decided(pairing.ref, self._twins.ref))
+        found = [ours, 0 if theirs is None else theirs.target]
+        return min((seq for seq in found if seq), default=0)
+
+    def _first_decided(self, program: Program, twin: TwinTrace) -> int:
+        """The first op whose integers in float64 are not those of the recording; 0: none is."""
+        for record in program.records.values():
+            for slot in program.outputs(record) if record.kind == "op" and not record.light else ():
+                if dtype_class(slot.dtype) == "i":
+                    error = self._error(program, twin, (record.seq, slot.index))
+                    if error is not None and error > SKETCH_FLOOR:
+                        return record.seq
+        return 0
 
     # The target is another program --------------------------------------------------------------------
 
@@ -381,6 +401,25 @@ class _Joined:
         if not list(outputs):
             return "no final output of the float64 runs could be compared"
         return "the float64 runs leave open whether the outputs agree"
+
+
+def _sized_otherwise(pairing: Pairing) -> list[int]:
+    """The target's first op of each call whose result has another size than the same op's of the reference.
+
+    A program that lays out its data by numbers that it read back holds those of the recording, in float64 too.
+    """
+    found = []
+    for key, other in pairing.calls.items():
+        ours = pairing.target.calls[other].ops["fwd"]
+        for ref, target in zip(pairing.ref.calls[key].ops["fwd"], ours, strict=False):
+            if ref.op != target.op:
+                break
+            if [s.shape for s in ref.slots if s.role == "out"] != [
+                s.shape for s in target.slots if s.role == "out"
+            ]:
+                found.append(target.seq)
+                break
+    return found
 
 
 def _is_settled(reason: str) -> bool:
