@@ -252,6 +252,8 @@ class NoisePass:
             if within(difference, strict):
                 # Behind something wrong even the free part is not noise: what a flip excuses stays one.
                 state.flags = frozenset(f for f in budget.flags if budget.tainted and f[0] == "flip")
+            if difference.rho and self._flipped(record, out, budget):
+                state.flags |= {("flip", record.seq)}  # integers within the band are others all the same
             state.tainted = False
             if ref_noise > GARBAGE:  # what is predicted of the reference would excuse anything
                 alone = self.floored(self.band(reckoned, difference), link)
