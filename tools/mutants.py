@@ -6,6 +6,7 @@
     python tools/mutants.py --seeds 1-5 --precision mixed --save leaves --arch llama,t5
     python tools/mutants.py --kernels --num 60 --save tensors    one op's result is slightly wrong
     python tools/mutants.py --only 'llama-rope*' --keep DIR    these cases, and their traces
+    python tools/mutants.py --all --arch gpt_oss,swin    models that are drawn only where named
     python tools/mutants.py --save hunt --num 24 --num-clean 8    by `dt.hunt`, which records for itself
     python tools/mutants.py --save live    the target is judged as it runs, against the reference's statistics
 
@@ -41,13 +42,14 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import mutation.anywhere
 import mutation.clean
 import mutation.kernels
 import mutation.models
 import mutation.program
 import mutation.rounding
 import mutation.weights  # noqa: F401
-from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Precision, Truth, build, parse_name
+from mutation.cases import ARCHS, CLEAN, MUTANTS, Built, Precision, Truth, build, drawn, parse_name
 from mutation.naive import RULES, first_differing
 from mutation.ways import Answer, align_pair, hunt_pair, live_pair
 
@@ -158,7 +160,7 @@ def draw_cases(
       precision: of the models; leaves out what is no bug in it.
     """
     offers = {
-        kind: [arch for arch in known.archs if not archs or arch in archs]
+        kind: drawn(known.archs, archs)
         for kind, known in sorted(MUTANTS.items())
         if _GROUPS[known.changes] == group and (not kinds or kind in kinds)
         if precision == "fp32" or not known.fp32_only
@@ -173,11 +175,7 @@ def draw_cases(
 
 def clean_cases(num: int, kinds: Collection[str] = (), archs: Collection[str] = ()) -> list[str]:
     """Names of `num` clean pairs: every kind once, the architectures in turn, then again."""
-    offers = {
-        kind: [arch for arch in known.archs if not archs or arch in archs]
-        for kind, known in CLEAN.items()
-        if not kinds or kind in kinds
-    }
+    offers = {kind: drawn(known.archs, archs) for kind, known in CLEAN.items() if not kinds or kind in kinds}
     return _spread(num, [kind for kind, offered in offers.items() if offered], offers)
 
 
@@ -197,12 +195,12 @@ def _spread(num: int, order: Sequence[str], offers: Mapping[str, Sequence[str]])
 
 
 def every_case(kinds: Collection[str] = (), archs: Collection[str] = ()) -> list[str]:
-    """Each kind once on each architecture."""
+    """Each kind once on each architecture; without names, on each that is drawn from."""
     return [
         f"{arch}-{known.kind}-0"
         for known in [*MUTANTS.values(), *CLEAN.values()]
-        for arch in known.archs
-        if (not kinds or known.kind in kinds) and (not archs or arch in archs)
+        for arch in drawn(known.archs, archs)
+        if not kinds or known.kind in kinds
     ]
 
 
@@ -210,7 +208,8 @@ def select_cases(patterns: Sequence[str]) -> list[str]:
     """The cases that match a shell pattern, or are named in full."""
     names: list[str] = []
     for pattern in patterns:
-        matched = fnmatch.filter(every_case(), pattern) or fnmatch.filter(every_case(), f"*{pattern}*")
+        known = every_case(archs=ARCHS)
+        matched = fnmatch.filter(known, pattern) or fnmatch.filter(known, f"*{pattern}*")
         if not matched:
             parse_name(pattern)
             matched = [pattern]

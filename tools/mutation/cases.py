@@ -12,7 +12,7 @@ import copy
 import functools
 import importlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -172,15 +172,19 @@ CLEAN: dict[str, Clean] = {}
 ARCHS: dict[str, Callable[[Draw, str], tuple[torch.nn.Module, Inputs]]] = {}
 # What each architecture's model has: the places where bugs live.
 TRAITS: dict[str, frozenset[str]] = {}
+OTHER = "other"
 
 
 def with_traits(needs: str, lacks: str = "") -> tuple[str, ...]:
-    """The architectures that have all of some traits and none of others."""
-    return tuple(
-        name
-        for name, traits in TRAITS.items()
-        if set(needs.split()) <= traits and not set(lacks.split()) & traits
-    )
+    """The architectures that have all of some traits and none of others; "other" ones where needed."""
+    wanted, unwanted = set(needs.split()), set(lacks.split())
+    unwanted |= {OTHER} - wanted
+    return tuple(name for name, traits in TRAITS.items() if wanted <= traits and not unwanted & traits)
+
+
+def drawn(archs: Sequence[str], named: Collection[str]) -> list[str]:
+    """Of the architectures of a kind those that are named; where none is, all but the "other" ones."""
+    return [arch for arch in archs if (arch in named if named else OTHER not in TRAITS[arch])]
 
 
 def mutant(

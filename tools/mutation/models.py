@@ -37,7 +37,8 @@ def architecture(name: str, traits: str) -> Callable[[Build], Build]:
     """Registers an architecture.
 
     Args:
-      traits: what its model has, in words that `mutant(needs=...)` asks for.
+      traits: what its model has, in words that `mutant(needs=...)` asks for; "other" for one that no kind
+        takes unless it asks for that, and no draw unless it is named.
     """
 
     def register(build: Build) -> Build:
@@ -60,7 +61,7 @@ def build_bert(draw: Draw, attention: str) -> tuple[torch.nn.Module, Inputs]:
     """BERT with pooler; the second row of the batch is padded."""
     config = hf.BertConfig(**{**_decoder(attention), "max_position_embeddings": 32})
     model = _trained(hf.BertModel(config), draw)
-    return model, {"input_ids": _tokens(draw), "attention_mask": _padding()}
+    return model, padded_text(draw)
 
 
 @architecture("qwen", "rms rope gqa glu causal split_qkv prenorm qk_norm attention tokens")
@@ -271,8 +272,18 @@ def _decoder(attention: str) -> dict[str, Any]:
     }
 
 
+def plain_text(draw: Draw) -> Inputs:
+    """Tokens of which none is padding."""
+    return {"input_ids": _tokens(draw)}
+
+
+def padded_text(draw: Draw) -> Inputs:
+    """Tokens of which the second row's last are padding."""
+    return {"input_ids": _tokens(draw), "attention_mask": _padding()}
+
+
 def _text(draw: Draw) -> Inputs:
-    inputs: Inputs = {"input_ids": _tokens(draw)}
+    inputs = plain_text(draw)
     if draw.choice((True, False)):
         inputs["attention_mask"] = _padding()
     return inputs
