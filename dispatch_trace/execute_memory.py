@@ -204,7 +204,7 @@ class Memory:
         self._contents.setdefault(slot.storage, {})[geometry(slot)] = slot.content
 
     def _beside_written(self, slot: StoredSlot, value: torch.Tensor) -> torch.Tensor:
-        """What nobody wrote of `slot`, and around it what ops of this run did: the recording may be coarser."""
+        """What nobody wrote of `slot`, beside what ops of this run wrote: the recording may be coarser."""
         assert slot.strides is not None and slot.offset is not None
         dtype, written = self._written.get(slot.storage, ("", None))
         if written is None or dtype != slot.dtype:

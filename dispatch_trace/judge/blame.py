@@ -314,7 +314,7 @@ class Blame:
             return None
         record, ref = region.target, region.ref
         if is_factory(record) and not is_factory(ref):
-            # A constant is read where the reference computes something; what its shape came from is no operand.
+            # A constant where the reference computes something; what its shape came from is no operand.
             evidence = self._sites.evidence(state) | {"extra_op": record.op, "ref_op": ref.op}
             return self._sites.finding(record, record.op, "structure", evidence, state)
         wiring = self._operands.wiring(record, ref, state)

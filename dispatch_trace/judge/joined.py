@@ -406,7 +406,7 @@ class _Joined:
 def _sized_otherwise(pairing: Pairing) -> list[int]:
     """The target's first op of each call whose result has another size than the same op's of the reference.
 
-    A program that lays out its data by numbers that it read back holds those of the recording, in float64 too.
+    A program that lays its data out by numbers that it read back has those of the recording, in float64 too.
     """
     found = []
     for key, other in pairing.calls.items():

@@ -32,6 +32,8 @@ MAX_LEVELS = 1 << 10
 _GROUPS = (0, 256, 128, 64, 32)
 # Share of a difference that may point along the original; scaling a weight by 1.01 is all along it.
 _MAX_BIAS = 0.5
+# An even distribution has 0.72 of the zeros that a normal one has; a row that is zero throughout adds fewer.
+_FEWEST_ZEROS = 0.6
 # Log of the chance that any numbers lie as near to the points of a grid: above this it says nothing.
 _LOG_CHANCE = math.log(1e-6)
 _SYMMETRIC_CODES = (7, 8, 15, 16, 31, 63, 127, 128, 255)
@@ -284,7 +286,7 @@ def _from_statistics(
     step = difference.rho * rms / HEALTHY  # if the difference is quantisation noise
     extra = int(target.stats.get("zeros") or 0) - int(ref.stats.get("zeros") or 0)
     expected = n * min(0.4 * step / rms, 0.9)  # density of a normal distribution at 0, times the step
-    if not 0.3 * expected <= extra <= 4.0 * expected:
+    if not _FEWEST_ZEROS * expected <= extra <= 4.0 * expected:
         return None
     a, b = sketches
     if a is None or b is None:

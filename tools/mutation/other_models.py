@@ -1,6 +1,6 @@
 """Models that differ most from those of `models`: where a rule of the judges may have learnt those by heart.
 
-They take part where they are named (`--arch falcon`) and in the kinds of `anywhere` alone, which need no place
+They take part where they are named (`--arch falcon`), in the kinds of `anywhere` alone, which need no place
 of a given name: so what is drawn of the others stays what it is.
 """
 
