@@ -22,7 +22,7 @@ from dispatch_trace.capture.graph_emit import Emitter
 from dispatch_trace.capture.graph_frames import GraphFrame, Run, begin_run
 from dispatch_trace.capture.graph_plan import Plan
 from dispatch_trace.capture.inline import ACTIVE
-from dispatch_trace.capture.snapshot import geometry
+from dispatch_trace.capture.storage import geometry
 from dispatch_trace.capture.tracer import Tracer
 
 _current_node = torch._C._current_autograd_node

@@ -15,7 +15,7 @@ import torch
 
 from dispatch_trace import neuron
 from dispatch_trace.capture.frames import walk_modules
-from dispatch_trace.capture.snapshot import dtype_name
+from dispatch_trace.capture.storage import dtype_name
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.processor import processor_name

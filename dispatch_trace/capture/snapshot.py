@@ -18,16 +18,26 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture.known_parameters import Key, KnownParameters
-from dispatch_trace.geometry import extent_of
-from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawSlot, Save, SlotFacts
+from dispatch_trace.capture.storage import (
+    Geometry,
+    ObjectEntry,
+    StorageEntry,
+    dtype_name,
+    geometry,
+    is_shared,
+    is_whole,
+    memory_of,
+    producers_of,
+    shape_of,
+    size_of,
+)
+from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawSlot, Save
 from dispatch_trace.store.writer import TraceWriter
 
-Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
-
+_LAYOUT_OF_FLAGS = ("strided", "strided+conj", "strided+neg", "strided+conj+neg")
 _expired: Any = torch.UntypedStorage._expired
 _free_weak: Any = torch.UntypedStorage._free_weak_ref
 _lazy_clone = torch._lazy_clone
-_is_cow: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 # Where an address means something and a copy costs the device nothing else. Of other devices only the bytes
 # are asked for (docs/neuron.md): a clone would be one more program to compile under XLA.
 _ADDRESSED = frozenset({"cpu", "cuda"})
@@ -35,136 +45,6 @@ _PURGE_EVERY = 1024
 _MANY_GEOMETRIES = 1 << 16
 # Above this, exact coverage of a buffer from `empty` is not tracked element by element.
 _MASK_ELEMENTS = 1 << 20
-
-_NAMES: dict[torch.dtype, str] = {}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without the "torch."."""
-    name = _NAMES.get(dtype)
-    if name is None:
-        name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
-
-
-class History:
-    """How the content of a storage came about, as far as records show it.
-
-    Attributes:
-      definitions: geometry -> (seq, slot, number of writes seen before).
-      writes: (seq, slot, first byte, byte after the last), in order.
-      contents: geometry -> snapshot that still holds.
-      geometries: geometries written by recorded ops, piece by piece.
-      leaves: geometries first read while no record had produced their content.
-      parameters: geometry -> seq of the record of the parameter that it is.
-      mask: of a buffer from `empty`, which elements have been written.
-    """
-
-    __slots__ = ("contents", "definitions", "geometries", "leaves", "mask", "parameters", "writes")
-
-    def __init__(self) -> None:
-        self.definitions: dict[Geometry, tuple[int, int, int]] = {}
-        self.writes: list[tuple[int, int, int, int]] = []
-        self.contents: dict[Geometry, Content] = {}
-        self.geometries: set[Geometry] = set()
-        self.leaves: set[Geometry] = set()
-        self.parameters: dict[Geometry, int] = {}
-        self.mask: torch.Tensor | None = None
-
-
-class StorageEntry:
-    """What is known of one storage.
-
-    Attributes:
-      number: the storage's number in the trace.
-      weak: weak reference to the C++ storage (its address stays taken while it is held).
-      origin: "op" (a recorded op allocated it), "empty" (an `empty*` did), "leaf" (first seen as input).
-      version: largest version counter that recorded writes account for.
-      versions: whether its tensors count versions; those made in inference mode do not.
-      facts: geometry -> what a slot says that reads it as it is now. Only of what one record defined whole,
-        on the CPU; whatever changes the answer takes it out again.
-      told: the history, None while the facts say all: most storages live for an op or two.
-    """
-
-    __slots__ = ("alignment", "facts", "nbytes", "number", "origin", "told", "version", "versions", "weak")
-
-    def __init__(self, number: int, weak: int, nbytes: int, alignment: int, origin: str) -> None:
-        self.number = number
-        self.weak = weak
-        self.nbytes = nbytes
-        self.alignment = alignment
-        self.origin = origin
-        self.facts: dict[Geometry, SlotFacts] = {}
-        self.told: History | None = None
-        self.version = 0
-        self.versions = True
-
-    @property
-    def history(self) -> History:
-        """How the content came about."""
-        told = self.told
-        if told is None:
-            told = self.told = History()
-            for g, fact in self.facts.items():
-                told.definitions[g] = (*fact[3][-1], 0)
-                if fact[4] is not None:
-                    told.contents[g] = fact[4]
-        return told
-
-    def forget(self) -> None:
-        """The content changed in a way that no record shows."""
-        self.facts.clear()
-        self.told = None
-        self.origin = "leaf"
-
-
-class ObjectEntry(StorageEntry):
-    """A tensor without a storage of its own (sparse, nested, quantised), known by its Python object."""
-
-    __slots__ = ("ref",)
-
-    def __init__(self, number: int, ref: weakref.ref[torch.Tensor], origin: str) -> None:
-        super().__init__(number, 0, 0, 0, origin)
-        self.ref = ref
-
-
-def geometry(tensor: torch.Tensor) -> Geometry | None:
-    """Geometry of a plain strided tensor, None for every other layout."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return None
-    strides = tensor.stride()
-    flags = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
-    return (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), strides, flags)
-
-
-_LAYOUT_OF_FLAGS = ("strided", "strided+conj", "strided+neg", "strided+conj+neg")
-
-
-def _extent(g: Geometry) -> tuple[int, int]:
-    """First byte and the byte after the last that a geometry can touch."""
-    dtype, offset, shape, strides, _ = g
-    size: int = dtype.itemsize
-    return offset * size, (offset + extent_of(shape, strides)) * size
-
-
-def is_shared(tensor: torch.Tensor, g: Geometry) -> bool:
-    """Whether a tensor fills a storage that is copy-on-write already, so that one more copy costs nothing.
-
-    Nobody can have a pointer into such a storage to write through.
-    """
-    return bool(_is_cow(tensor)) and _is_whole(g, tensor.untyped_storage().nbytes())
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for dim in shape:
-        n *= dim
-    return n
-
-
-def _is_whole(g: Geometry, nbytes: int) -> bool:
-    dtype, offset, shape, strides, _ = g
-    return offset == 0 and _numel(shape) * dtype.itemsize == nbytes and 0 not in strides
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -321,13 +201,13 @@ class Storages:
             self._see_version(entry, tensor)
         defined = entry.history.definitions.get(g or ())
         if blind:
-            slot.producers = _producers(entry, defined, g)
+            slot.producers = producers_of(entry, defined, g)
             return slot
         if entry.origin == "empty" and self._reads_unwritten(entry, g, tensor):
             slot.uninitialised = slot.leaf = True
         elif entry.origin == "leaf":
             slot.leaf = self._is_leaf(entry, defined, g)
-        slot.producers = _producers(entry, defined, g)
+        slot.producers = producers_of(entry, defined, g)
         parameter = entry.history.parameters.get(g or ())
         if parameter is not None and (parameter, 0) not in slot.producers:
             slot.producers = ((parameter, 0), *slot.producers)
@@ -371,7 +251,7 @@ class Storages:
             entry.version = max(entry.version, tensor._version)
         entry.history.definitions[g or ()] = (seq, index, len(entry.history.writes))
         if new and origin != "empty":
-            fresh = aten and g is not None and _is_whole(g, entry.nbytes)
+            fresh = aten and g is not None and is_whole(g, entry.nbytes)
             slot.content = self._content(entry, tensor, g, leaf=keep, fresh=fresh)
         self._remember(entry, tensor, g)
         return slot, not new
@@ -394,14 +274,14 @@ class Storages:
         entry.history.contents.clear()
         entry.facts.clear()
         self._end_parameters(entry)
-        if g is None or _is_whole(g, entry.nbytes):
+        if g is None or is_whole(g, entry.nbytes):
             entry.history.definitions = {g or (): (seq, index, 0)}
             entry.history.writes.clear()
             entry.history.geometries.clear()
             entry.history.leaves.clear()
             entry.origin = "op"
         else:
-            entry.history.writes.append((seq, index, *_extent(g)))
+            entry.history.writes.append((seq, index, *memory_of(g)))
             entry.history.definitions[g] = (seq, index, len(entry.history.writes))
             entry.history.geometries.add(g)
             if entry.origin == "empty":
@@ -453,7 +333,7 @@ class Storages:
         entry, _ = self.entry(tensor, g, "leaf")
         slot.storage, slot.storage_bytes, slot.alignment = entry.number, entry.nbytes, entry.alignment
         self._see_version(entry, tensor)
-        slot.producers = _producers(entry, entry.history.definitions.get(g or ()), g)
+        slot.producers = producers_of(entry, entry.history.definitions.get(g or ()), g)
         content = entry.history.contents.get(g or ())
         slot.content = content if content is not None else self._content(entry, tensor, g)
         entry.history.parameters[g or ()] = seq
@@ -535,11 +415,7 @@ class Storages:
         self._writer.reserve(num_bytes)
         if source.device.type not in _ADDRESSED:
             copy = source.cpu()
-        elif (
-            not expanded
-            and self.may_share()
-            and (fresh or (_is_cow(source) and _is_whole(g, source.untyped_storage().nbytes())))
-        ):
+        elif not expanded and self.may_share() and (fresh or is_shared(source, g)):
             # A storage that is copy-on-write already: nobody can have a pointer into it to write through.
             try:
                 copy = _lazy_clone(source)
@@ -562,7 +438,7 @@ class Storages:
             return defined is None or (g or ()) in entry.history.leaves
         if defined is not None:
             return False  # an earlier value, plus writes that are on record
-        first, last = _extent(g) if g is not None else (0, 0)
+        first, last = memory_of(g) if g is not None else (0, 0)
         overlapping = [w for w in entry.history.writes if w[2] < last and w[3] > first]
         return not overlapping or g not in entry.history.geometries
 
@@ -575,13 +451,11 @@ class Storages:
                 return not bool(entry.history.mask.as_strided(shape, strides, offset).all())
         if not entry.history.geometries:
             return tensor.numel() > 0
-        first, last = _extent(g)
+        first, last = memory_of(g)
         inside = sum(
-            _numel(w[2]) * w[0].itemsize
-            for w in entry.history.geometries
-            if _extent(w)[0] < last and _extent(w)[1] > first
+            size_of(w) for w in entry.history.geometries if memory_of(w)[0] < last and memory_of(w)[1] > first
         )
-        return bool(inside < _numel(g[2]) * g[0].itemsize)
+        return bool(inside < size_of(g))
 
     def _cover(self, entry: StorageEntry, g: Geometry) -> None:
         dtype, offset, shape, strides, _ = g
@@ -594,48 +468,9 @@ class Storages:
             entry.history.mask.as_strided(shape, strides, offset).fill_(True)
             if bool(entry.history.mask.all()):
                 entry.origin = "op"
-        elif sum(_numel(w[2]) * w[0].itemsize for w in entry.history.geometries) >= entry.nbytes:
+        elif sum(size_of(w) for w in entry.history.geometries) >= entry.nbytes:
             # Too large to track by element: distinct pieces that add up to the whole are taken as disjoint.
             entry.origin = "op"
-
-
-def _producers(
-    entry: StorageEntry, defined: tuple[int, int, int] | None, g: Geometry | None
-) -> tuple[tuple[int, int], ...]:
-    """The record that defined a value, then every later write that may overlap it."""
-    if defined is None:
-        if not entry.history.definitions and not entry.history.writes:
-            return ()
-        first, last = _extent(g) if g is not None else (0, 0)
-        base = [
-            (seq, index)
-            for h, (seq, index, _) in entry.history.definitions.items()
-            if _covers(h, first, last)
-        ]
-        writes = [(w[0], w[1]) for w in entry.history.writes if w[2] < last and w[3] > first]
-        return tuple(base[:1] + [w for w in writes if w not in base[:1]])
-    seq, index, before = defined
-    if before == len(entry.history.writes):
-        return ((seq, index),)
-    first, last = _extent(g) if g is not None else (0, 0)
-    later = [(w[0], w[1]) for w in entry.history.writes[before:] if w[2] < last and w[3] > first]
-    return ((seq, index), *later)
-
-
-def _covers(g: Geometry, first: int, last: int) -> bool:
-    if g == ():
-        return True
-    start, end = _extent(g)
-    return start <= first and end >= last
-
-
-def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of any tensor; -1 where a dimension is ragged or symbolic."""
-    try:
-        shape = tuple(tensor.shape)
-    except RuntimeError:  # strided nested: only the number of components is one number
-        return (int(tensor.size(0)), *(-1 for _ in range(tensor.dim() - 1)))
-    return tuple(s if type(s) is int else -1 for s in shape)
 
 
 def _bytes_of_exotic(tensor: torch.Tensor) -> int:

@@ -20,7 +20,8 @@ import torch
 
 from dispatch_trace.capture.frames import STEPS_KEPT, Counters, Frame, ModuleTable, ThreadState, owner_of_node
 from dispatch_trace.capture.roots import RootFinder
-from dispatch_trace.capture.snapshot import Storages, dtype_name, shape_of
+from dispatch_trace.capture.snapshot import Storages
+from dispatch_trace.capture.storage import dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
 from dispatch_trace.registry import Opaque
