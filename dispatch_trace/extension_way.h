@@ -201,7 +201,7 @@ Ref next_seq(PyObject* self, Way* way) {
   return seq;
 }
 
-// As `tracer.SourceFinder`, from the innermost frame of Python on.
+// As `sources.SourceFinder`, from the innermost frame of Python on.
 Ref source_of(Way* way) {
   Ref finder = attribute(way->held.tracer, names.find_source);
   if (reinterpret_cast<PyObject*>(Py_TYPE(finder.get())) != way->held.finder) {

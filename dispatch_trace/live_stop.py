@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dispatch_trace.capture.tracer import is_internal
+from dispatch_trace.capture.sources import is_internal
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.report.table import module_name, number

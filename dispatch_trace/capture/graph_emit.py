@@ -17,8 +17,8 @@ import torch
 from dispatch_trace.capture.graph_frames import GraphFrame, Run
 from dispatch_trace.capture.graph_plan import Plan, Site, accesses, is_access, is_op, is_tap
 from dispatch_trace.capture.ops import OpInfo, op_info
+from dispatch_trace.capture.plain import PLAIN, PLAIN_TENSORS, encode
 from dispatch_trace.capture.storage import dtype_name, geometry, shape_of
-from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, encode
 from dispatch_trace.schema import RawRecord, RawSlot
 
 NOT_TAPPED = "not tapped"

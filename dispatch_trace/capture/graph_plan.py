@@ -17,8 +17,8 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from dispatch_trace.capture.ops import base_name
+from dispatch_trace.capture.sources import is_internal
 from dispatch_trace.capture.tapop import NAME
-from dispatch_trace.capture.tracer import is_internal
 from dispatch_trace.schema import GradPhase
 
 _LOCATION = re.compile(r'File "([^"]+)", line (\d+)')

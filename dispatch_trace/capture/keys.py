@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture.ops import OpInfo
-from dispatch_trace.capture.tracer import PLAIN_TENSORS
+from dispatch_trace.capture.plain import PLAIN_TENSORS
 
 KEYWORDS = object()
 _BOOLS = ("false", "true")  # no argument takes a text or a truth value in the same place

@@ -14,9 +14,9 @@ import torch
 from dispatch_trace.capture.frames import Frame
 from dispatch_trace.capture.keys import Key, NoKey, call_key, exact, quick_key, shape_and_dtype
 from dispatch_trace.capture.ops import OpInfo, site
+from dispatch_trace.capture.plain import PLAIN, encode
 from dispatch_trace.capture.rows import MANY_ROWS, RowRecorder
 from dispatch_trace.capture.storage import dtype_name, shape_of
-from dispatch_trace.capture.tracer import PLAIN, encode
 from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.schema import RawRecord, RawSlot
 

@@ -16,9 +16,10 @@ from dispatch_trace import extension
 from dispatch_trace.capture.keys import CONSTANTS, KEYWORDS
 from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.ops import OpRecorder, site
+from dispatch_trace.capture.plain import PLAIN_TENSORS
 from dispatch_trace.capture.rows import RowRecorder
+from dispatch_trace.capture.sources import SourceFinder
 from dispatch_trace.capture.storage import StorageEntry
-from dispatch_trace.capture.tracer import PLAIN_TENSORS, SourceFinder
 from dispatch_trace.capture.values import NO_TENSOR, Leaves, ValueRecorder, introduce
 from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content
 

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dispatch_trace.capture.frames import Frame, ThreadState, in_checkpoint_recompute, owner_of_node
-from dispatch_trace.capture.tracer import PLAIN, PLAIN_TENSORS, Tracer, encode, intercepts_ops
+from dispatch_trace.capture.plain import PLAIN, PLAIN_TENSORS, encode, intercepts_ops
+from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot
 
 _current_node = torch._C._current_autograd_node

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,86 +17,17 @@ from typing import Any
 import torch
 
 from dispatch_trace.capture.frames import STEPS_KEPT, Counters, Frame, ModuleTable, ThreadState, owner_of_node
+from dispatch_trace.capture.plain import PLAIN_TENSORS, encode, intercepts_ops
 from dispatch_trace.capture.roots import RootFinder
 from dispatch_trace.capture.snapshot import Storages
+from dispatch_trace.capture.sources import SourceFinder
 from dispatch_trace.capture.storage import dtype_name, shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
-from dispatch_trace.registry import Opaque
 from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot, Save, StepInfo
 from dispatch_trace.store.writer import RowSource, TraceWriter
 
 _current_node = torch._C._current_autograd_node
-PLAIN = frozenset({type(None), bool, int, float, str})
-_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_DEMO_FILE = _PACKAGE_DIR + "demo.py"  # its models stand for a user's code
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
-def intercepts_ops(cls: type) -> bool:
-    """Whether a tensor class sees ops itself; one with `__torch_function__` alone holds plain data."""
-    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
-
-
-def encode(value: Any) -> Any:
-    """A plain argument in the form that a trace keeps (schema of values: docs/format.md)."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if kind is torch.dtype:
-        return {"dtype": dtype_name(value)}
-    if kind is torch.device:
-        return {"device": str(value)}
-    if kind is torch.layout:
-        return {"layout": str(value).removeprefix("torch.")}
-    if kind is torch.memory_format:
-        return {"memory_format": str(value).removeprefix("torch.")}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, torch.Generator):
-        return {"generator": str(value.device)}
-    if isinstance(value, (list, tuple)):
-        return [encode(v) for v in value]
-    if isinstance(value, dict):
-        return {"dict": {str(k): encode(v) for k, v in value.items()}}
-    if kind is Opaque:
-        return {"opaque": value.name}
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return {"opaque": kind.__name__}
-    if isinstance(value, int):  # an enum, a bool subclass
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, str):
-        return str(value)
-    return {"opaque": f"{kind.__module__}.{kind.__qualname__}"}
-
-
-def is_internal(file: str) -> bool:
-    """Whether a source file is torch's or this package's, and so none of the user's."""
-    return file != _DEMO_FILE and (
-        file.startswith((_TORCH_DIR, _PACKAGE_DIR, "<")) or f"{os.sep}contextlib" in file
-    )
-
-
-class SourceFinder:
-    """File and line of the innermost frame that belongs to the user, by walking the Python stack."""
-
-    def __init__(self) -> None:
-        self._internal: dict[str, bool] = {}
-
-    def __call__(self, depth: int = 2) -> tuple[str, int] | None:
-        frame = sys._getframe(depth)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            internal = self._internal.get(name)
-            if internal is None:
-                internal = self._internal[name] = is_internal(name)
-            if not internal:
-                return name, frame.f_lineno
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
 
 
 class OwnOps:

@@ -16,9 +16,10 @@ import torch
 from dispatch_trace.capture.frames import Frame
 from dispatch_trace.capture.keys import KEYWORDS, NoKey, exact
 from dispatch_trace.capture.ops import OpInfo, after_op, before_op, site
+from dispatch_trace.capture.plain import PLAIN_TENSORS, encode
 from dispatch_trace.capture.rows import MANY_ROWS, RowRecorder
 from dispatch_trace.capture.storage import Geometry, StorageEntry, dtype_name, is_shared
-from dispatch_trace.capture.tracer import PLAIN_TENSORS, Tracer, encode
+from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawRecord, RawSlot, SlotFacts
 
