@@ -70,3 +70,29 @@ def test_one_percent_of_a_weight_is_found_by_twins_in_bfloat16(run: Any) -> None
     assert alignment.verdict == "diverged" and alignment.first is not None
     assert (alignment.first.label, alignment.first.evidence["path"]) == ("parameter", "0.weight")
     assert alignment.first.judge == "twins"
+
+
+class Twice(nn.Module):
+    """One layer that is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(self.layer(x).relu())
+        return y
+
+
+def test_a_shared_weight_is_named_at_its_first_call(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    reference = Twice()
+    target = copy.deepcopy(reference)
+    with torch.no_grad():
+        target.layer.weight.copy_(reference.layer.weight.t())
+        for name, each in (("ref", reference), ("target", target)):
+            with dt.record(tmp_path / name, each, save="tensors"):
+                each(torch.ones(4, 16))
+    first = dt.align(tmp_path / "ref", tmp_path / "target").first
+    assert first is not None and first.label == "parameter"
+    assert (first.module, first.call) == ("layer", 0)

@@ -7,7 +7,7 @@ Everything else is `inconclusive`, and `reasons` says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -309,7 +309,7 @@ class RoundJudge:
 
     # Findings ---------------------------------------------------------------------------------------
 
-    def _fatal(self, outputs: Iterable[Output]) -> list[Finding]:
+    def _fatal(self, outputs: Collection[Output]) -> list[Finding]:
         found: dict[int, Finding] = {}
         for output in outputs:
             if output.explained is False:
@@ -319,7 +319,9 @@ class RoundJudge:
                 for place, finding in self._lost_precision(output):
                     found.setdefault(place, finding)
         if not found:
-            for place, finding in self._hidden():
+            # Of other requests' rows values of one shape need not be of the same tokens.
+            other_rows = not self._pairing.comparer.is_plain and not any(o.difference.known for o in outputs)
+            for place, finding in self._hidden(only_leaves=other_rows):
                 found.setdefault(place, finding)
         findings = [found[place] for place in sorted(found)]
         if keeps_first_output(self._target.reader):
@@ -335,12 +337,14 @@ class RoundJudge:
         suspects = [demoted(f, why) for f in fatal if id(f) in forms]
         return [f for f in fatal if id(f) not in forms], suspects
 
-    def _hidden(self) -> list[tuple[int, Finding]]:
+    def _hidden(self, *, only_leaves: bool) -> list[tuple[int, Finding]]:
         """Wrong values that no output shows, because a sum dilutes them after a module has returned them."""
         found = []
         returned = module_values(self._noise)
         for value, state in list(self._noise.states.items()):
             if not state.wrong or state.tainted or not is_hidden(self._noise, value, returned):
+                continue
+            if only_leaves and not self._target.is_leaf(value):
                 continue
             place, finding = value[0], None
             if self._target.is_leaf(value):
@@ -387,6 +391,7 @@ class RoundJudge:
                     found.append((record.seq, self._blame.opaque(value)))
                 continue
             if record.kind != "op" or self._target.is_leaf(value):
+                reader = self._first_reader(value, reader)
                 found.append((reader.seq, self._blame.leaf(value, reader)))
                 continue
             inputs = [
@@ -408,6 +413,18 @@ class RoundJudge:
             )
             found.append((output.record.seq, finding))
         return found
+
+    def _first_reader(self, value: Value, reader: StoredRecord) -> StoredRecord:
+        """The first wrong op that reads a wrong parameter: the walk meets the last call of a module first."""
+        if self._target.records[value[0]].kind != "param":
+            return reader
+        for seq, _ in self._target.consumers.get(value, ()):
+            record = self._target.records[seq]
+            if seq < reader.seq and record.kind == "op":
+                made = [(seq, slot.index) for slot in self._target.outputs(record)]
+                if any(self._is_suspicious(each) for each in made):
+                    return record
+        return reader
 
     def _weights_behind(self, record: StoredRecord) -> list[tuple[int, Finding]]:
         """Wrong weights that lead to an op through values that stand elsewhere in the reference.
