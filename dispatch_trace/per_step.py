@@ -21,6 +21,10 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
+class SeveralNumbersError(Exception):
+    """A rule looks something up by a number, or counts up to it, where there are several."""
+
+
 class Together:
     """Steps whose numbers are taken together.
 
@@ -46,6 +50,15 @@ class Together:
         others[0] = False
         self._part(others)
 
+    def leave(self, positions: Sequence[int]) -> None:
+        """Some are astray; all others, where the first is one of them."""
+        others = np.zeros(len(self.astray), dtype=bool)
+        others[positions] = True
+        if others[0]:
+            self.lose()
+        else:
+            self._part(others)
+
     def _part(self, others: npt.NDArray[np.bool_]) -> None:
         self._num_questions += 1
         if others.any():
@@ -57,7 +70,6 @@ class PerStep:
     """One number for each of the steps of a `Together`; its values are never changed."""
 
     __slots__ = ("together", "values")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, values: Floats, together: Together) -> None:
         self.values = values
@@ -119,6 +131,12 @@ class PerStep:
 
     def __ge__(self, other: Any) -> bool:
         return self.together.decide(self.values >= _values(other))
+
+    def __hash__(self) -> int:
+        raise SeveralNumbersError("numbers of several steps are no key to look something up by")
+
+    def __index__(self) -> int:
+        raise SeveralNumbersError("numbers of several steps are not counted up to")
 
     def __float__(self) -> float:
         self.together.lose()
@@ -248,6 +266,11 @@ def is_smaller(first: Any, second: Any, steps: Together) -> npt.NDArray[np.bool_
     return np.broadcast_to(_values(first) < _values(second), steps.astray.shape)
 
 
+def chosen(where: npt.NDArray[np.bool_], first: Any, second: Any, steps: Together) -> float:
+    """The first number in some steps, the second in the others."""
+    return each(np.where(where, _values(first), _values(second)), steps)
+
+
 def is_finite(number: Any) -> bool:
     """Whether a number is finite."""
     if isinstance(number, PerStep):
@@ -257,8 +280,10 @@ def is_finite(number: Any) -> bool:
 
 __all__ = [
     "PerStep",
+    "SeveralNumbersError",
     "TextPerStep",
     "Together",
+    "chosen",
     "each",
     "greatest",
     "hypot",

@@ -12,6 +12,10 @@ Rows:
 * same: a stats-only `align` of two such traces, and whether it imported torch;
 * once, later: the same, with a product that is off by 5 % in a step in the middle, or in all from there on;
 * decode: the same of a recorded decoder that reads a cache of keys and values, longer with each step;
+* single: of a model that calls one block again and again, all in one step;
+* plain: of a program without modules, which has no steps;
+* train: of recorded steps of a training, forward, backward and optimiser;
+* decode-fault, single-fault, plain-fault, train-fault: with a product that is off by 5 %, in the middle;
 * read, compare: for two traces with so many MB of tensors each, what it takes to read all bytes of both from
   mapped files, and to compare them, each on all cores; minima of several runs, in turns.
 
@@ -81,9 +85,9 @@ print(json.dumps(compare(*sys.argv[1:])))
 
 
 class Rounded(TorchDispatchMode):
-    """Beneath a recorder: products come out off by rounding, and the third by 5 % where that is asked for."""
+    """Beneath a recorder: products come out off by rounding, and one, by number, by 5 %."""
 
-    def __init__(self, *, noise: float, wrong: bool = False) -> None:
+    def __init__(self, *, noise: float, wrong: int = 0) -> None:
         super().__init__()
         self._noise = noise
         self._wrong = wrong
@@ -94,7 +98,7 @@ class Rounded(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
             self._num_products += 1
-            out = out * (1.05 if self._wrong and self._num_products == 3 else 1.0)
+            out = out * (1.05 if self._num_products == self._wrong else 1.0)
             if self._noise:
                 out = out + self._noise * 2**-24 * out * torch.randn(out.shape, generator=self._generator)
         return out
@@ -118,7 +122,7 @@ class Step:
     def recorded(cls, *, wrong: bool = False) -> Step:
         torch.manual_seed(0)
         torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory() as folder, torch.no_grad(), Rounded(noise=0.0, wrong=wrong):
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad(), Rounded(noise=0.0, wrong=3 * wrong):
             model, given = Transformer(2, 16, 2).eval(), torch.randint(0, 1000, (1, 4))
             with dt.record(Path(folder) / "step", model, save="tensors"):
                 model(given)
@@ -231,16 +235,86 @@ class Decoder(torch.nn.Module):
         return self.head(x)
 
 
-def build_decoding(path: Path, num_records: int, *, noise: float = 0.0) -> None:
-    """Records a decoder until there are so many records.
+class Looping(torch.nn.Module):
+    """Calls a block again and again, on what it returned before."""
+
+    def __init__(self, repeats: int, d: int = 16) -> None:
+        super().__init__()
+        self.repeats, self.head = repeats, torch.nn.Linear(d, 10)
+        self.norm, self.up, self.down = (
+            torch.nn.LayerNorm(d),
+            torch.nn.Linear(d, 4 * d),
+            torch.nn.Linear(4 * d, d),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.repeats):
+            x = 0.9 * (x + self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        return self.head(x)
+
+
+# Records and products of a repeat, or of a step, of what follows.
+_SINGLE, _PLAIN, _TRAIN, _DECODE = (11, 2), (8, 2), (66, 5), (51, 10)
+
+
+def _wrong_product(wrong: bool, num_records: int, of_repeat: tuple[int, int]) -> int:
+    """The number of the product that is wrong, in the middle of so many records; 0 for none."""
+    records, products = of_repeat
+    return (num_records // records // 2) * products + 1 if wrong else 0
+
+
+def build_single(path: Path, num_records: int, *, noise: float = 0.0, wrong: bool = False) -> None:
+    """Records one call of a model that consists of so many records.
 
     Args:
       noise: of each product, in rounding errors.
+      wrong: a product in the middle is off by 5 %.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    model, x = Looping(num_records // _SINGLE[0]).eval(), torch.randn(4, 16)
+    beneath = Rounded(noise=noise, wrong=_wrong_product(wrong, num_records, _SINGLE))
+    with torch.no_grad(), beneath, dt.record(path, model, save="stats"):
+        model(x)
+
+
+def build_plain(path: Path, num_records: int, *, noise: float = 0.0, wrong: bool = False) -> None:
+    """Records a program without modules; arguments as in `build_single`."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    up, down, x = torch.randn(16, 64) / 4, torch.randn(64, 16) / 8, torch.randn(4, 16)
+    beneath = Rounded(noise=noise, wrong=_wrong_product(wrong, num_records, _PLAIN))
+    with torch.no_grad(), beneath, dt.record(path, save="stats"):
+        for _ in range(num_records // 7):
+            x = 0.9 * x + torch.tanh(x @ up) @ down
+            x = x - x.mean(-1, keepdim=True)
+
+
+def build_training(path: Path, num_records: int, *, noise: float = 0.0, wrong: bool = False) -> None:
+    """Records steps of a training until there are so many records; arguments as in `build_single`."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 16)
+    model, generator = torch.nn.Sequential(*layers), torch.Generator().manual_seed(1)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    beneath = Rounded(noise=noise, wrong=_wrong_product(wrong, num_records, _TRAIN))
+    with beneath, dt.record(path, model, save="stats") as recording:
+        for _ in range(num_records // _TRAIN[0]):
+            with recording.step():
+                x = torch.randn(8, 16, generator=generator)
+                loss = ((model(x) - x) ** 2).mean()
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+
+
+def build_decoding(path: Path, num_records: int, *, noise: float = 0.0, wrong: bool = False) -> None:
+    """Records a decoder until there are so many records; arguments as in `build_single`."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
     model = Decoder().eval()
-    with torch.no_grad(), Rounded(noise=noise), dt.record(path, model, save="stats") as recording:
+    beneath = Rounded(noise=noise, wrong=_wrong_product(wrong, num_records, _DECODE))
+    with torch.no_grad(), beneath, dt.record(path, model, save="stats") as recording:
         for token in itertools.count():
             model(torch.tensor([token % 100]))
             if token % 64 == 0:
@@ -255,14 +329,23 @@ TRACES: dict[str, Callable[[Path, int], None]] = {
     "target": partial(build, noise=1.0),
     "once": partial(build, noise=1.0, wrong="once"),
     "later": partial(build, noise=1.0, wrong="later"),
-    "decode": build_decoding,
-    "decoded": partial(build_decoding, noise=1.0),
+    **{
+        f"{name}{kind}": partial(function, noise=noise, wrong=wrong)
+        for name, function in (
+            ("decode", build_decoding),
+            ("single", build_single),
+            ("plain", build_plain),
+            ("train", build_training),
+        )
+        for kind, noise, wrong in (("", 0.0, False), ("-same", 1.0, False), ("-fault", 1.0, True))
+    },
 }
 KINDS = {
     "same": ("ref", "target"),
     "once": ("ref", "once"),
     "later": ("ref", "later"),
-    "decode": ("decode", "decoded"),
+    **{name: (name, f"{name}-same") for name in ("decode", "single", "plain", "train")},
+    **{f"{name}-fault": (name, f"{name}-fault") for name in ("decode", "single", "plain", "train")},
 }
 
 
@@ -400,7 +483,7 @@ def compared(read: dict[str, Any], compare: dict[str, Any]) -> str:
 
 def line(row: dict[str, Any]) -> str:
     return (
-        f"{row['row']:8} {row['records']:>9} records {row['seconds']:>8.3f} s "
+        f"{row['row']:12} {row['records']:>9} records {row['seconds']:>8.3f} s "
         f"({row['cpu_s']:.3f} s CPU) "
         f"{1e6 * row['seconds'] / row['records']:>8.2f} us/record {row['peak_mb']:>7.0f} MB peak "
         f"{'with' if row['torch'] else 'without'} torch"

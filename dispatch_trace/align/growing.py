@@ -1,7 +1,8 @@
 """Steps whose sizes differ: what is alike in them beside sizes, and sizes that stand for those of all.
 
 A decoder that keeps keys and values reads more of them with each step: the same ops in the same order, on
-shapes that grow. Sizes are the dims, strides and offsets of tensors, and integers among arguments.
+shapes that grow. Sizes are the dims, strides and offsets of tensors, and numbers among arguments: what an
+optimiser multiplies by may be another one in each step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ def plain_arguments(numbers: Numbers, names: Names) -> Numbers:
     return _plain(numbers, names, lambda args: ("args", _without_sizes(args)))
 
 
+def plain_values(numbers: Numbers, names: Names) -> Numbers:
+    """The same of what slots hold that are no tensors: numbers that `.item()` gave, say."""
+    return _plain(numbers, names, lambda value: ("value", _without_sizes(value)))
+
+
 def plain_kinds(kinds: Numbers, names: Names) -> Numbers:
     """The same of kinds of contents, -1 for none."""
     types = np.where(kinds < 0, -1, kinds >> _STATISTICS_BITS)
@@ -58,6 +64,8 @@ def _without_sizes(value: Any) -> Any:
         return [_without_sizes(one) for one in value]
     if isinstance(value, dict):
         return {name: _without_sizes(one) for name, one in value.items()}
+    if isinstance(value, float):
+        return "."
     return "#" if _is_size(value) else value
 
 
@@ -67,16 +75,15 @@ def _is_size(value: Any) -> bool:
 
 
 def together_of(values: Sequence[Any], steps: Together) -> Any:
-    """One value for those of all steps, which are alike but for integers."""
+    """One value for those of all steps, which are alike but for numbers."""
     first = values[0]
     if isinstance(first, (list, tuple)):
         return type(first)(together_of(ones, steps) for ones in zip(*values, strict=True))
     if isinstance(first, dict):
         return {name: together_of([one[name] for one in values], steps) for name in first}
-    if _is_size(first) and any(one != first for one in values):
-        sizes: Any = np.array(values, dtype=np.int64)
-        return each(sizes, steps)
+    if (_is_size(first) or isinstance(first, float)) and any(one != first for one in values):
+        return each(np.array(values, dtype=np.int64 if _is_size(first) else np.float64), steps)
     return first
 
 
-__all__ = ["plain_arguments", "plain_geometries", "plain_kinds", "together_of", "value_of"]
+__all__ = ["plain_arguments", "plain_geometries", "plain_kinds", "plain_values", "together_of", "value_of"]

@@ -54,8 +54,11 @@ def _link_params(pairing: Pairing) -> None:
         for ref, target in zip(versions, pairing.target.params.get(key, ()), strict=False):
             a, b = ref.slots[0], target.slots[0]
             if same_class(a.dtype, b.dtype) and target.seq not in by_content:
-                slots = (ref.seq, 0, target.seq, 0)
-                pairing.add(Link((ref.seq, 0), (target.seq, 0), a.content, b.content, "param", slots))
+                for c, d in zip(
+                    ref.slots, target.slots, strict=False
+                ):  # a second one: what it was written by
+                    slots = (ref.seq, c.index, target.seq, d.index)
+                    pairing.add(Link(slots[:2], slots[2:], c.content, d.content, "param", slots))
 
 
 def _link_weights(pairing: Pairing) -> None:
@@ -127,7 +130,22 @@ def _link_modules(pairing: Pairing) -> None:
         pairing.modules.append((ref, target))
         for twin, slot in module_slots(ref, target, pairing):
             _link_slots(pairing, ref, twin, target, slot, "module" if slot.role == "out" else "input")
+    if pairing.target.reader.reads_across:
+        _link_handed_on(pairing)
     _link_inline(pairing)
+
+
+def _link_handed_on(pairing: Pairing) -> None:
+    """What other steps made of what paired calls take: after all links by the calls of its own step."""
+    for ref, target in pairing.modules:
+        for twin, slot in module_slots(ref, target, pairing):
+            if slot.role != "in" or not same_class(twin.dtype, slot.dtype):
+                continue
+            slots = (ref.seq, twin.index, target.seq, slot.index)
+            made = (pairing.ref.reader.sources(ref, twin), pairing.target.reader.sources(target, slot))
+            for first, second in zip(*made, strict=False):
+                contents = pairing.ref.slot(first).content, pairing.target.slot(second).content
+                pairing.add(Link(first, second, *contents, "input", slots))
 
 
 def _link_inline(pairing: Pairing) -> None:

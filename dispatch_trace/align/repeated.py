@@ -19,7 +19,7 @@ piece, steps whose records are mixed with those of others, and what only one tra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +29,9 @@ import numpy.typing as npt
 from dispatch_trace.align.folded_pairs import FoldedPairs
 from dispatch_trace.align.named import keeps_first_output, keeps_last_call
 from dispatch_trace.align.pairs import Pair
-from dispatch_trace.align.step_table import StepTable
+from dispatch_trace.align.step_table import BlockKey, StepTable
 from dispatch_trace.align.steps import pair_models, pair_steps
+from dispatch_trace.align.within_step import repeats_of, same_form
 from dispatch_trace.errors import TraceFormatError
 from dispatch_trace.per_step import Together
 from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
@@ -42,15 +43,20 @@ from dispatch_trace.store.view import ReaderView
 MIN_STEPS = 3
 # Contents from here on are those of several steps; fewer than `content.LAID_OUT`, more than lenses have.
 _PER_STEP = 1 << 56
+# So many blocks before one that went astray are looked at by themselves as well,
+_BESIDE = 2
+# and those behind it: first so many, then so many, then all. What is wrong in one is soon right again, or is
+# there to stay.
+_REACH = (2, 16, 1 << 40)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Steps that are alike on both sides, in order."""
+    """Blocks that are alike on both sides, in order."""
 
-    steps: tuple[int, ...]
+    blocks: tuple[BlockKey, ...]
     together: Together
-    offsets: tuple[Numbers, Numbers]  # of the records' numbers in each step, from those of the first
+    offsets: tuple[Numbers, Numbers]  # of the records' numbers in each block, from those of the first
 
 
 class FoldedReader(ReaderView):
@@ -68,40 +74,61 @@ class FoldedReader(ReaderView):
         super().__init__(side.reader)
         self._side = side
         self._number = number
-        self._groups = {group.steps[0]: group for group in groups}
         self._shown = np.ones(len(side.seq), dtype=bool)
+        self._group_of = np.full(len(side.seq), -1, dtype=np.int32)  # of each record that shows
+        self._groups = groups
         self._several: list[tuple[Together, Numbers]] = []
-        self._numbers: dict[int, Numbers] = {}  # by step that stands for others, of its slots
-        self._geometries: dict[int, dict[int, tuple[Any, ...]]] = {}
-        self._arguments: dict[int, dict[int, tuple[Any, ...]]] = {}
-        self._sources: dict[int, dict[int, list[tuple[int, int]]]] = {}
-        stands_for = {step: group.steps[0] for group in groups for step in group.steps}
-        known: dict[bytes, int] = {}
-        for group in groups:
-            for step in group.steps[1:]:
-                begin, end = side.blocks[step]
+        self._numbers: list[Numbers] = []  # by group, of the slots of its first block
+        self._geometries: list[dict[int, tuple[Any, ...]]] = []
+        self._arguments: list[dict[int, tuple[Any, ...]]] = []
+        for at, group in enumerate(groups):
+            for block in group.blocks[1:]:
+                begin, end = side.blocks[block]
                 self._shown[begin:end] = False
-            held = side.slots_of(group.steps, side.table.slot["content"])
-            numbers = held[:, 0].astype(np.int64)
-            for at in np.flatnonzero((held != held[:, :1]).any(1)):
-                key = held[at].tobytes()
-                if key not in known:
-                    known[key] = _PER_STEP + len(self._several)
-                    self._several.append((group.together, side.contents.places(held[at])))
-                numbers[at] = known[key]
-            first = group.steps[0]
-            self._numbers[first] = numbers
-            self._geometries[first] = side.geometries_of(group.steps, group.together)
-            self._arguments[first] = side.arguments_of(group.steps, group.together)
-            self._sources[first] = {
-                at: sorted(
-                    {(side.first_seq(stands_for.get(step, step)) + place, index) for step, place, index in s}
-                )
-                for at, s in side.sources_of(group.steps).items()
-            }
-            known.clear()
+            begin, end = side.blocks[group.blocks[0]]
+            self._group_of[begin:end] = at
+            self._numbers.append(self._numbered(group))
+            self._geometries.append(side.geometries_of(group.blocks, group.together))
+            self._arguments.append(side.arguments_of(group.blocks, group.together))
+        self._sources = self._read_across()
         self.num_shown = int(self._shown.sum())
-        self.reads_across = any(self._sources.values())
+        self.reads_across = bool(self._sources)
+        self.doubted: set[int] = set()
+
+    def _numbered(self, group: _Group) -> Numbers:
+        """[num slots] of the first of some blocks: numbers of contents that stand for those of all."""
+        held = self._side.slots_of(group.blocks, self._side.table.slot["content"])
+        numbers = held[:, 0].astype(np.int64)
+        known: dict[bytes, int] = {}
+        for at in np.flatnonzero((held != held[:, :1]).any(1)):
+            key = held[at].tobytes()
+            if key not in known:
+                known[key] = _PER_STEP + len(self._several)
+                self._several.append((group.together, self._side.contents.places(held[at])))
+            numbers[at] = known[key]
+        return numbers
+
+    def _read_across(self) -> dict[int, dict[tuple[int, int], list[int]]]:
+        """What stands for several or is read by such, of another block, by the slot that shows and reads it;
+        with the positions of the blocks that read it, in order."""
+        side, table = self._side, self._side.table
+        slot, made_by, index = side.across
+        # Each record by the one that shows for it, and its number in its block.
+        shown = np.arange(len(side.seq))
+        position = np.full(len(side.seq), -1)
+        for group in self._groups:
+            first, last = side.blocks[group.blocks[0]]
+            for number, block in enumerate(group.blocks):
+                begin, end = side.blocks[block]
+                shown[begin:end], position[begin:end] = np.arange(first, last), number
+        row = np.repeat(np.arange(len(side.seq)), np.diff(table.first_slot))[slot]
+        chosen = (position[row] >= 0) | (position[made_by] >= 0)
+        found: dict[int, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+        seen = table.first_slot[shown[row]] + slot - table.first_slot[row]
+        columns = seen, side.seq[shown[made_by]], index, position[row]
+        for at, seq, place, number in zip(*(column[chosen].tolist() for column in columns), strict=True):
+            found[at][seq, place].append(number)
+        return {at: dict(sorted(sources.items())) for at, sources in found.items()}
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
         begin = 0
@@ -152,7 +179,7 @@ class FoldedReader(ReaderView):
         return self._side.reader
 
     def in_step(self, record: StoredRecord, position: int) -> StoredRecord:
-        if self._group(record) is None:
+        if not self.reads_across and self._group(record) is None:
             return record
         return self._side.reader.record(self.seq_in_step(record, position))
 
@@ -175,10 +202,26 @@ class FoldedReader(ReaderView):
 
     def repeats(self, record: StoredRecord) -> int:
         group = self._group(record)
-        return 1 if group is None else len(group.steps)
+        return 1 if group is None else len(group.blocks)
+
+    def doubt(self, record: StoredRecord) -> None:
+        number = int(self._group_of[self._row(record)])
+        if number >= 0:
+            self.doubted.add(number)
+
+    def lose_readers(self, record: StoredRecord, slot: StoredSlot, source: tuple[int, int]) -> None:
+        group, at = self._group(record), self._slot_at(record, slot)
+        if group is None:
+            self.lose(self._whole.record(source[0]))
+        else:
+            group.together.leave(self._sources[at][source])
 
     def _group(self, record: StoredRecord) -> _Group | None:
-        return None if record.kind == "param" else self._groups.get(record.step)
+        number = int(self._group_of[self._row(record)])
+        return None if number < 0 else self._groups[number]
+
+    def _row(self, record: StoredRecord) -> int:
+        return int(np.searchsorted(self._side.seq, record.seq))
 
     def _first(self, id: int) -> StoredContent:
         if id < _PER_STEP:
@@ -186,32 +229,62 @@ class FoldedReader(ReaderView):
         return self._whole.content(self._side.contents.id_of(int(self._several[id - _PER_STEP][1][0])))
 
     def _seen(self, record: StoredRecord, row: int) -> StoredRecord:
-        numbers = None if record.kind == "param" else self._numbers.get(record.step)
-        if numbers is None:
+        group, first_slot = int(self._group_of[row]), self._side.table.first_slot
+        first = int(first_slot[row])
+        if group < 0 and not (
+            self.reads_across
+            and any(map(self._is_across, range(first, first + len(record.slots)), record.slots))
+        ):
             return record
-        first_slot, (begin, _) = self._side.table.first_slot, self._side.blocks[record.step]
-        at = int(first_slot[row] - first_slot[begin])
-        geometries, sources = self._geometries[record.step], self._sources[record.step]
-        slots = []
-        for place, slot in enumerate(record.slots, at):
-            if slot.content != numbers[place]:
-                slot = replace(slot, content=int(numbers[place]))
-            if place in geometries:
-                shape, strides, offset = geometries[place]
-                slot = replace(slot, shape=shape, strides=strides, offset=offset)
-            if place in sources:
-                slot = replace(slot, producers=())
-            slots.append(slot)
-        args = self._arguments[record.step].get(row - begin, record.args)
+        slots = [self._seen_slot(group, first + slot.index, slot) for slot in record.slots]
+        if record.kind == "param" and first in self._sources:
+            # A parameter is judged by what it holds; what wrote it stands in a slot of its own.
+            slots.append(replace(slots[0], index=1, role="in"))
+        args = record.args
+        if group >= 0:
+            begin, _ = self._side.blocks[self._groups[group].blocks[0]]
+            args = self._arguments[group].get(row - begin, args)
         return replace(record, slots=tuple(slots), args=args)
 
+    def _is_across(self, at: int, slot: StoredSlot) -> bool:
+        return at in self._sources or self._renewed(slot) is not None
+
+    def _seen_slot(self, group: int, at: int, slot: StoredSlot) -> StoredSlot:
+        changed: dict[str, Any] = {}
+        if group >= 0:
+            begin, _ = self._side.blocks[self._groups[group].blocks[0]]
+            place = at - int(self._side.table.first_slot[begin])
+            if slot.content != self._numbers[group][place]:
+                changed["content"] = int(self._numbers[group][place])
+            if place in self._geometries[group]:
+                changed |= zip(("shape", "strides", "offset"), self._geometries[group][place], strict=True)
+        renewed = self._renewed(slot)
+        if at in self._sources:
+            changed["producers"] = ()
+        elif renewed is not None:
+            changed["producers"] = (slot.producers[0], (renewed, 1))
+        return replace(slot, **changed) if changed else slot
+
+    def _renewed(self, slot: StoredSlot) -> int | None:
+        """The parameter whose writer a slot names behind it, where that stands for several."""
+        if len(slot.producers) != 2 or not self.reads_across:
+            return None
+        seq = slot.producers[0][0]
+        row = int(np.searchsorted(self._side.seq, seq))
+        if not self._side.is_version[row] or int(self._side.table.first_slot[row]) not in self._sources:
+            return None
+        return seq
+
     def sources(self, record: StoredRecord, slot: StoredSlot) -> Sequence[tuple[int, int]]:
-        sources = None if record.kind == "param" else self._sources.get(record.step)
-        if not sources:
+        if not self.reads_across:
             return ()
-        first_slot, (begin, _) = self._side.table.first_slot, self._side.blocks[record.step]
-        row = int(np.searchsorted(self._side.seq, record.seq))
-        return sources.get(int(first_slot[row] - first_slot[begin]) + slot.index, ())
+        if record.kind == "param" and slot.role != "in":
+            return ()
+        return tuple(self._sources.get(self._slot_at(record, slot), ()))
+
+    def _slot_at(self, record: StoredRecord, slot: StoredSlot) -> int:
+        at = 0 if record.kind == "param" else slot.index
+        return int(self._side.table.first_slot[self._row(record)]) + at
 
 
 class Folded:
@@ -223,24 +296,34 @@ class Folded:
     """
 
     def __init__(
-        self, sides: tuple[StepTable, StepTable], groups: Sequence[Sequence[int]], *, grows: bool = False
+        self,
+        sides: tuple[StepTable, StepTable],
+        groups: Sequence[Sequence[BlockKey]],
+        *,
+        grows: bool = False,
+        number: int = 0,
     ) -> None:
+        """
+        Args:
+          number: of the round in which blocks are taken out.
+        """
         self.grows = grows
+        self._round = number
         self._sides = sides
         self._groups = []
-        for steps in groups:
-            firsts = [[side.first_seq(step) for step in steps] for side in sides]
+        for blocks in groups:
+            firsts = [[side.first_seq(block) for block in blocks] for side in sides]
             ref, target = (np.array(seqs) - seqs[0] for seqs in firsts)
-            self._groups.append(_Group(tuple(steps), Together(len(steps)), (ref, target)))
-        self._by_step = {group.steps[0]: group for group in self._groups}
+            self._groups.append(_Group(tuple(blocks), Together(len(blocks)), (ref, target)))
+        self._by_step = {group.blocks[0][0]: group for group in self._groups}
         self.ref, self.target = (FoldedReader(sides[n], n, self._groups) for n in (0, 1))
 
     def astray(self) -> set[int]:
         """The steps that do not take the way of the one that stands for them."""
         return {
-            step
+            block[0]
             for group in self._groups
-            for step, lost in zip(group.steps, group.together.astray.tolist(), strict=True)
+            for block, lost in zip(group.blocks, group.together.astray.tolist(), strict=True)
             if lost
         }
 
@@ -255,23 +338,41 @@ class Folded:
         return self.ref.num_shown + self.target.num_shown
 
     def parted(self) -> Folded | None:
-        """The same with steps that went astray apart from the others; None where none repeat any more.
+        """The same with blocks that went astray apart from the others; None where none repeat any more.
 
-        Those that left the way of the first at one place stand for themselves together.
+        Those that left the way of the first at one place stand for themselves together. Where blocks read
+        what others made, few of them, and those that are not right, stand each by itself, with those beside
+        them.
         """
-        parts: list[list[int]] = []
-        for group in self._groups:
-            by_place: dict[int, list[int]] = defaultdict(list)
-            for step, place in zip(group.steps, group.together.parted_at.tolist(), strict=True):
-                by_place[place].append(step)
-            parts += by_place.values()
+        parts: list[list[BlockKey]] = []
+        order = {block: at for at, block in enumerate(self._sides[0].blocks)}
+        alone = np.zeros(len(order), dtype=bool)
+        for number, group in enumerate(self._groups):
+            by_place: dict[int, list[BlockKey]] = defaultdict(list)
+            for block, place in zip(group.blocks, group.together.parted_at.tolist(), strict=True):
+                by_place[place].append(block)
+            for part in by_place.values():
+                if self.grows and (number in self.target.doubted or len(part) < MIN_STEPS):
+                    for block in part:
+                        at = order[block]
+                        alone[max(at - _BESIDE, 0) : at + _REACH[self._round] + 1] = True
+                parts.append(part)
+        parts = [[block for block in part if not alone[order[block]]] for part in parts]
         kept = sorted(part for part in parts if len(part) >= MIN_STEPS)
-        return Folded(self._sides, kept, grows=self.grows) if kept else None
+        if not kept:
+            return None
+        number = min(self._round + int(alone.any()), len(_REACH) - 1)
+        return Folded(self._sides, kept, grows=self.grows, number=number)
 
     def steps(self, first: int) -> tuple[int, ...]:
         """The steps that one of the views stands for, in order; itself where it does not repeat."""
         group = self._by_step.get(first)
-        return (first,) if group is None else group.steps
+        return (first,) if group is None else tuple(step for step, _ in group.blocks)
+
+    def is_about_several(self, seq: int, ref_seq: int) -> bool:
+        """Whether a record of the target, or one of the reference, stands for several; -1 for none."""
+        sides = (self.target, seq), (self.ref, ref_seq)
+        return any(number >= 0 and side.repeats(side.record(number)) > 1 for side, number in sides)
 
     def unfolded(self, pairs: Sequence[Pair]) -> FoldedPairs:
         """The rows of all steps, in the order of the target.
@@ -285,7 +386,7 @@ class Folded:
         for number, pair in enumerate(pairs):
             record = pair.target or pair.ref
             assert record is not None
-            num = self._num_steps(record)
+            num = (self.target if pair.target is not None else self.ref).repeats(record)
             if pair.target is not None:
                 place, behind = self.target.seqs(pair.target), np.zeros(num, dtype=np.int64)
             else:
@@ -310,17 +411,13 @@ class Folded:
             if pair.ref is not None and pair.target is not None
         ]
         if not events:
-            return {number: [-1] * self._num_steps(ref) for number, ref in lone}
+            return {number: [-1] * self.ref.repeats(ref) for number, ref in lone}
         ours, theirs = (np.concatenate(side) for side in zip(*events, strict=True))
         order = np.argsort(ours)
         last = np.concatenate(([-1], np.maximum.accumulate(theirs[order])))
         return {
             number: last[np.searchsorted(ours[order], self.ref.seqs(ref))].tolist() for number, ref in lone
         }
-
-    def _num_steps(self, record: StoredRecord) -> int:
-        group = None if record.kind == "param" else self._by_step.get(record.step)
-        return 1 if group is None else len(group.steps)
 
 
 def fold(ref: RankReader, target: RankReader) -> Folded | None:
@@ -334,34 +431,58 @@ def fold(ref: RankReader, target: RankReader) -> Folded | None:
     ):
         return None  # a dump of another tool
     saves = [(header.get("options") or {}).get("save") for header in headers]
-    if (
-        any(save not in ("stats", "meta") for save in saves)
-        or min(len(ref.steps), len(target.steps)) < MIN_STEPS
-    ):
+    if any(save not in ("stats", "meta") for save in saves):
         return None
     try:
         if pair_steps(ref, target, pair_models(ref, target)) is not None:
             return None
         names = Names()
         sides = StepTable(ref, names), StepTable(target, names)
-        alike: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
-        (ours, our_plain), (theirs, their_plain) = (side.signatures() for side in sides)
+        if any(names.number("op") not in side.table.record["kind"] for side in sides):
+            return None  # modules alone: equal contents say what they read
+        groups, grows = _alike(sides)
+        taken = {block for blocks in groups for block in blocks}
+        if _cut_within(sides, taken, names):
+            groups, grows = _alike(sides)
     except (TraceFormatError, KeyError):
         return None  # who reads it record by record says what is wrong
-    if any(names.number("op") not in side.table.record["kind"] for side in sides):
-        return None  # modules alone: equal contents say what they read
-    for step in sorted(ours.keys() & theirs.keys()):
-        alike[ours[step], theirs[step]].append(step)
-    groups = [steps for steps in alike.values() if len(steps) >= MIN_STEPS]
+    return Folded(sides, groups, grows=grows) if groups else None
+
+
+def _alike(sides: tuple[StepTable, StepTable]) -> tuple[list[list[BlockKey]], bool]:
+    """Blocks that are alike on both sides, and whether some are so only beside sizes and what others made."""
+    if min(len(side.blocks) for side in sides) < MIN_STEPS:
+        return [], False
+    alike: dict[tuple[bytes, bytes], list[BlockKey]] = defaultdict(list)
+    (ours, our_plain), (theirs, their_plain) = (side.signatures() for side in sides)
+    for block in sorted(ours.keys() & theirs.keys()):
+        alike[ours[block], theirs[block]].append(block)
+    groups = [blocks for blocks in alike.values() if len(blocks) >= MIN_STEPS]
     # Sizes may differ from step to step where they do not from trace to trace.
-    taken = {step for steps in groups for step in steps}
-    growing: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
-    for step in sorted((our_plain.keys() & their_plain.keys()) - taken):
-        if our_plain[step][1] == their_plain[step][1]:
-            growing[our_plain[step][0], their_plain[step][0]].append(step)
-    grown = [steps for steps in growing.values() if len(steps) >= MIN_STEPS]
-    groups = sorted([*groups, *grown])
-    return Folded(sides, groups, grows=bool(grown)) if groups else None
+    taken = {block for blocks in groups for block in blocks}
+    growing: dict[tuple[bytes, bytes], list[BlockKey]] = defaultdict(list)
+    for block in sorted((our_plain.keys() & their_plain.keys()) - taken):
+        if our_plain[block][1] == their_plain[block][1]:
+            growing[our_plain[block][0], their_plain[block][0]].append(block)
+    grown = [blocks for blocks in growing.values() if len(blocks) >= MIN_STEPS]
+    return sorted([*groups, *grown]), bool(grown)
+
+
+def _cut_within(sides: tuple[StepTable, StepTable], taken: Collection[BlockKey], names: Names) -> bool:
+    """Cuts steps that stand for themselves into repeats, where some of them are most of the records."""
+    ref, target = sides
+    alone = [block for block in ref.blocks if block not in taken and block in target.blocks]
+    if 2 * sum(ref.num_rows(block) for block in alone) < len(ref.seq):
+        return False
+    cut: dict[BlockKey, list[tuple[int, int]]] = {}
+    for block in alone:
+        if same_form(ref, target, block, names):
+            found = repeats_of(ref, block, names)
+            if found:
+                cut[block] = found
+    for side in sides:
+        side.cut(cut)
+    return bool(cut)
 
 
 __all__ = ["Folded", "FoldedReader", "fold"]

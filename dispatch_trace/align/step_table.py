@@ -1,14 +1,15 @@
-"""A rank in columns, cut into steps: which of them are alike, and in what they differ.
+"""A rank in columns, cut into blocks: which of them are alike, and in what they differ.
 
-Two steps are alike when their records are the same but for numbers. Those that read what another step made
-are not; but steps may also be alike beside their sizes (`growing`), and then read what the step before made,
-whole and as it was made.
+A block is a step, or one of the repeats that a step consists of (`within_step`). Two blocks are alike when
+their records are the same but for numbers. Those that read what another block made are not; but blocks may
+also be alike beside their sizes (`growing`), and then read what the block before made, whole and as it was
+made. What another block made is written in four ways: whole (one producer), or as a parameter that has been
+written since it was last recorded, by whom its new version, or both, name.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from dispatch_trace.align.growing import (
     plain_arguments,
     plain_geometries,
     plain_kinds,
+    plain_values,
     together_of,
     value_of,
 )
@@ -51,6 +53,8 @@ _RECORD_COLUMNS = (
 )
 _SLOT_COLUMNS = ("name", "role", "note", "flags", "geometry", "value", "num_producers")
 _Block: TypeAlias = tuple[int, int]  # rows of its first record, and of the first behind it
+# Number of the step, and which of the repeats in it; 0 for a step as a whole.
+BlockKey: TypeAlias = tuple[int, int]
 
 
 class StepTable:
@@ -60,8 +64,11 @@ class StepTable:
       reader: the rank.
       table, contents: its records and contents.
       seq: [num records], their numbers.
-      is_param: [num records].
-      blocks: by number of the step its rows; {} where steps are mixed, or not in order.
+      is_param: [num records], parameters as they were first recorded.
+      is_version: [num records], parameters that have been written since.
+      is_module: [num records].
+      blocks: in order, their rows; {} where steps are mixed, or not in order.
+      across: [3, n], what blocks read that others made: the slot, the producer's record, and its slot.
     """
 
     def __init__(self, reader: RankReader, names: Names) -> None:
@@ -74,12 +81,16 @@ class StepTable:
         self.table = RecordTable.of(reader, names)
         self.contents = ContentTable(reader, names)
         self.seq = self.table.record["seq"]
-        self.is_param = self.table.record["kind"] == names.number("param")
+        of_param = self.table.record["kind"] == names.number("param")
+        made = np.diff(self.table.first_producer[self.table.first_slot]) > 0
+        self.is_param, self.is_version = of_param & ~made, of_param & made
         self._read = names.number("in")
+        self.is_module = self.table.record["kind"] == names.number("module")
         self.blocks = self._cut()
+        self.across = np.empty((3, 0), dtype=np.int64)
 
-    def _cut(self) -> dict[int, _Block]:
-        """By number of the step its rows; {} where steps are mixed, or not in order."""
+    def _cut(self) -> dict[BlockKey, _Block]:
+        """The steps, and their rows; {} where steps are mixed, or not in order."""
         if len(self.seq) < 2 or not (np.diff(self.seq) > 0).all():
             return {}
         rows = np.flatnonzero(~self.is_param)
@@ -89,21 +100,43 @@ class StepTable:
             return {}
         ends = np.append(begins[1:], len(rows))
         return {
-            int(step[begin]): (int(rows[begin]), int(rows[end - 1]) + 1)
+            (int(step[begin]), 0): (int(rows[begin]), int(rows[end - 1]) + 1)
             for begin, end in zip(begins, ends, strict=True)
         }
 
-    def signatures(self) -> tuple[dict[int, bytes], dict[int, tuple[bytes, bytes]]]:
-        """What tells which steps are alike.
+    def cut(self, repeats: Mapping[BlockKey, Sequence[_Block]]) -> None:
+        """Takes repeats within steps for blocks, instead of these steps.
 
-        Returns: of each step that could repeat a digest of all but its numbers; and of each that could if its
-          sizes and what it reads of the step before were left out, a digest of that and one with sizes.
+        Args:
+          repeats: by step, rows of each counted from the step's first.
+        """
+        blocks: dict[BlockKey, _Block] = {}
+        for block, (begin, end) in self.blocks.items():
+            parts = repeats.get(block)
+            if parts is None:
+                blocks[block] = begin, end
+            for number, (first, last) in enumerate(parts or (), 1):
+                blocks[block[0], number] = begin + first, begin + last
+        self.blocks = blocks
+
+    def num_rows(self, block: BlockKey) -> int:
+        begin, end = self.blocks[block]
+        return end - begin
+
+    def signatures(self) -> tuple[dict[BlockKey, bytes], dict[BlockKey, tuple[bytes, bytes]]]:
+        """What tells which blocks are alike.
+
+        Returns: of each block that could repeat a digest of all but its numbers; and of each that could if
+          its sizes and what it reads of the block before were left out, a digest of that and one with sizes.
+          Of repeats within a step the latter alone.
         """
         record, slot, table = self.table.record, self.table.slot, self.table
         num_records, num_slots = len(self.seq), len(slot["name"])
-        starts = np.full(num_records, -1, dtype=np.int64)  # row at which the step of each record begins
-        for begin, end in self.blocks.values():
-            starts[begin:end] = begin
+        within = any(repeat for _, repeat in self.blocks)
+        starts = np.full(num_records, -1, dtype=np.int64)  # row at which the block of each record begins
+        number = np.full(num_records, -2, dtype=np.int64)  # of the block; what stands in none is always seen
+        for at, (begin, end) in enumerate(self.blocks.values()):
+            starts[begin:end], number[begin:end] = begin, at
         base = self.seq[starts]
         row_of_slot = np.repeat(np.arange(num_records), np.diff(table.first_slot))
         slot_of_producer = np.repeat(np.arange(num_slots), np.diff(table.first_producer))
@@ -113,30 +146,42 @@ class StepTable:
         from_param = recorded & self.is_param[producer_row]
         reader_row = row_of_slot[slot_of_producer]
         inside = recorded & ~from_param & (starts[producer_row] == starts[reader_row])
-        outside = ~(inside | from_param)
+        outside = ~(inside | from_param | (recorded & (starts[producer_row] < 0)))
         # What another step read first and did not make is no work of it: a constant, or a parameter.
         place = (table.first_slot[producer_row] + table.producer["slot"]).clip(max=max(num_slots - 1, 0))
         was_read = recorded & (slot["role"][place] == self._read)
         odd = np.zeros(num_records, dtype=bool)  # records of steps that cannot repeat
         odd[reader_row[outside & ~was_read]] = True
         odd[producer_row[outside & recorded]] = True
-        odd |= self.is_param  # in the midst of a step
+        odd |= self.is_param | self.is_version  # in the midst of a step
         made_by = np.where(inside, table.producer["seq"] - base[reader_row], -2 - table.producer["seq"])
-        # What the step before made is the same by its place there, if it is one whole value.
-        number = np.cumsum(np.isin(np.arange(num_records), [begin for begin, _ in self.blocks.values()]))
+        # What the block before made is the same by its place there, if it is one whole value.
         held = slot["content"]
-        before = outside & recorded & ~was_read & (number[producer_row] == number[reader_row] - 1)
-        before &= (slot["num_producers"][slot_of_producer] == 1) & (
-            slot["role"][slot_of_producer] == self._read
-        )
+        next_to = (number[producer_row] == number[reader_row] - 1) | (starts[reader_row] < 0)
+        before = outside & recorded & ~was_read & next_to
         before &= (held[slot_of_producer] >= 0) & (held[slot_of_producer] == held[place])
+        whole = (slot["num_producers"][slot_of_producer] == 1) & (
+            (slot["role"][slot_of_producer] == self._read) | self.is_version[reader_row]
+        )
+        renewed = self._renewed(slot_of_producer, producer_row, place, inside)
+        across = before & whole
+        self.across = np.stack(
+            [
+                each[across].astype(np.int64)
+                for each in (slot_of_producer, producer_row, table.producer["slot"])
+            ]
+        )
+        before &= whole | renewed
         odd_across = np.zeros(num_records, dtype=bool)
         odd_across[reader_row[outside & ~was_read & ~before]] = True
         odd_across[producer_row[outside & recorded & ~was_read & ~before]] = True
         odd_across |= self.is_param
+        if within:  # calls that go on beyond the repeat
+            odd_across |= self.is_module & (starts >= 0) & (record["opened"] < base)
         made_across = np.where(
             before, -_BEFORE - (table.producer["seq"].astype(np.int64) - base[producer_row]), made_by
         )
+        reads = self._reads(place[before], slot_of_producer[before], reader_row[before], starts)
 
         has_content = held >= 0
         kind = np.full(num_slots, -1, dtype=np.int64)
@@ -154,21 +199,84 @@ class StepTable:
         ]
         slots = [slot[name] for name in _SLOT_COLUMNS]
         index = table.producer["slot"]
-        own = self._leaves(row_of_slot, starts)
-        alike = self._digests(columns, [*slots, kind, own], [made_by, index], ~odd)
-        if len(alike) == len(self.blocks) and _FEW * len(set(alike.values())) <= len(alike):
-            return alike, {}
+        alike: dict[BlockKey, bytes] = {}
+        if not within:
+            own = self._leaves(row_of_slot, starts)
+            alike = self._digests(columns, [*slots, kind, own], [made_by, index], ~odd)
+            if len(alike) == len(self.blocks) and _FEW * len(set(alike.values())) <= len(alike):
+                return alike, {}
+        else:
+            columns[_RECORD_COLUMNS.index("call")], columns[_RECORD_COLUMNS.index("n")] = self._counts(number)
         # Sizes by themselves, beside all that is not one.
         plain_args = plain_arguments(record["args"], self._names)
         plain_geometry = plain_geometries(slot["geometry"], self._names)
         columns[_RECORD_COLUMNS.index("args")] = plain_args
         slots[_SLOT_COLUMNS.index("geometry")] = plain_geometry
+        slots[_SLOT_COLUMNS.index("value")] = plain_values(slot["value"], self._names)
         own, fine = self._leaves(row_of_slot, starts, within=True), ~odd_across
-        plain = self._digests(
-            columns, [*slots, plain_kinds(kind, self._names), own], [made_across, index], fine
-        )
+        slots += [plain_kinds(kind, self._names), own, reads]
+        plain = self._digests(columns, slots, [made_across, index], fine)
         sizes = self._digests([record["args"]], [slot["geometry"], kind], [], fine)
-        return alike, {step: (plain[step], plain[step] + sizes[step]) for step in plain}
+        return alike, {block: (plain[block], plain[block] + sizes[block]) for block in plain}
+
+    def _reads(self, place: Numbers, slot: Numbers, row: Numbers, starts: Numbers) -> Numbers:
+        """[num slots], which places in the next block read each slot, and which records that stand in none:
+        another number for each set of them, 0 for none. The last block is read otherwise than those before.
+
+        Args:
+          place, slot, row: [n] each, the slot that is read, the slot that reads it, and the record of that.
+        """
+        in_block = starts[row] >= 0
+        first = self.table.first_slot[starts[row].clip(min=0)]
+        reader = np.where(
+            in_block, slot - first, -1 - row
+        )  # of many inputs of one record each is like another
+        found = np.zeros(len(self.table.slot["name"]), dtype=np.uint64)
+        np.add.at(found, place, mixed(reader.astype(np.uint64)))
+        return found.view(np.int64)
+
+    def _renewed(
+        self,
+        slot_of_producer: Numbers,
+        producer_row: Numbers,
+        place: Numbers,
+        inside: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.bool_]:
+        """[num producers], whether one is what a parameter was written by, named behind its new version."""
+        slot, table = self.table.slot, self.table
+        entry = np.arange(len(producer_row))
+        second = np.flatnonzero(
+            (slot["num_producers"][slot_of_producer] == 2)
+            & (entry == table.first_producer[slot_of_producer] + 1)
+        )
+        found = np.zeros(len(producer_row), dtype=bool)
+        version = second - 1
+        by = table.first_producer[place[version]].clip(max=max(len(producer_row) - 1, 0))
+        same = inside[version] & self.is_version[producer_row[version]]
+        same &= slot["num_producers"][place[version]] == 1
+        for column in table.producer.values():
+            same &= column[by] == column[second]
+        same &= slot["content"][slot_of_producer[second]] == slot["content"][place[version]]
+        found[second] = same
+        return found
+
+    def _counts(self, number: Numbers) -> tuple[Numbers, Numbers]:
+        """[num records] each, numbers of calls and of ops, counted within each repeat: calls of modules that
+        return in it, and ops of calls that go on beyond it."""
+        record = self.table.record
+        call, n = record["call"].astype(np.int64), record["n"].astype(np.int64)
+        rows = np.flatnonzero((number >= 0) & (call >= 0))
+        of_module = _numbered(number[rows], record["model"][rows], record["module"][rows])
+        of_call = _numbered(of_module, call[rows])
+        returns = np.zeros(of_call.max(initial=-1) + 1, dtype=bool)
+        returns[of_call[self.is_module[rows]]] = True
+        within = returns[of_call]
+        call[rows[within]] -= _least(of_module[within], call[rows[within]])
+        beyond = np.concatenate((rows[~within], np.flatnonzero((number >= 0) & (record["call"] < 0))))
+        names = ("model", "module", "call", "grad_phase", "kind", "op", "name")
+        of_op = _numbered(number[beyond], *(record[name][beyond] for name in names))
+        n[beyond] -= _least(of_op, n[beyond])
+        return call, n
 
     def _digests(
         self,
@@ -176,8 +284,8 @@ class StepTable:
         slots: Sequence[Numbers],
         producers: Sequence[Numbers],
         fine: npt.NDArray[np.bool_],
-    ) -> dict[int, bytes]:
-        """Of each step whose records are all fine a digest of columns of its records, slots and producers."""
+    ) -> dict[BlockKey, bytes]:
+        """Of each block whose records are all fine a digest of columns of records, slots and producers."""
         steps = [(step, block) for step, block in self.blocks.items() if fine[block[0] : block[1]].all()]
         rows = np.array([block for _, block in steps], dtype=np.int64).reshape(-1, 2)
         hashers = [xxhash.xxh3_128() for _ in steps]
@@ -225,7 +333,7 @@ class StepTable:
         found[order] = np.where(own, owner - begins, -2 - slot["content"][order])
         return found
 
-    def slots_of(self, steps: Sequence[int], column: Numbers) -> Numbers:
+    def slots_of(self, steps: Sequence[BlockKey], column: Numbers) -> Numbers:
         """[num slots of a step, num steps], a column of the slots of steps that are alike."""
         first_slot = self.table.first_slot
         parts = []
@@ -234,7 +342,7 @@ class StepTable:
             parts.append(column[first_slot[begin] : first_slot[end]])
         return np.stack(parts, axis=1)
 
-    def geometries_of(self, steps: Sequence[int], together: Together) -> dict[int, tuple[Any, ...]]:
+    def geometries_of(self, steps: Sequence[BlockKey], together: Together) -> dict[int, tuple[Any, ...]]:
         """Shape, strides and offset of slots that have others in some steps, by place in the step."""
         return {
             at: together_of(
@@ -243,7 +351,7 @@ class StepTable:
             for at, values in self._varied(self.slots_of(steps, self.table.slot["geometry"]))
         }
 
-    def arguments_of(self, steps: Sequence[int], together: Together) -> dict[int, tuple[Any, ...]]:
+    def arguments_of(self, steps: Sequence[BlockKey], together: Together) -> dict[int, tuple[Any, ...]]:
         """The arguments of the records that have others in each of some steps, by place in the step."""
         blocks = [self.blocks[step] for step in steps]
         args = np.stack([self.table.record["args"][begin:end] for begin, end in blocks], axis=1)
@@ -262,32 +370,32 @@ class StepTable:
                     values[number] = value_of(self._names, number)
             yield at, [values[number] for number in row]
 
-    def sources_of(self, steps: Sequence[int]) -> dict[int, list[tuple[int, int, int]]]:
-        """(step, number of the record in it, slot) of what slots read that another step made, by place."""
-        first_slot, table = self.table.first_slot, self.table
-        found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for step in steps:
-            begin, end = self.blocks[step]
-            slots = first_slot[begin], first_slot[end]
-            single = np.flatnonzero(table.slot["num_producers"][slots[0] : slots[1]] == 1)
-            made = table.first_producer[slots[0] + single]
-            seqs = table.producer["seq"][made]
-            rows = np.searchsorted(self.seq, seqs).clip(max=len(self.seq) - 1)
-            other = (self.seq[rows] == seqs) & (rows < begin) & ~self.is_param[rows]
-            places = table.first_slot[rows] + table.producer["slot"][made]
-            other &= table.slot["role"][places.clip(max=len(table.slot["role"]) - 1)] != self._read
-            for at, row, index in zip(
-                single[other].tolist(),
-                rows[other].tolist(),
-                table.producer["slot"][made][other].tolist(),
-                strict=True,
-            ):
-                source = int(table.record["step"][row])
-                found[at].append((source, int(self.seq[row]) - self.first_seq(source), index))
-        return found
-
-    def first_seq(self, step: int) -> int:
-        return int(self.seq[self.blocks[step][0]])
+    def first_seq(self, block: BlockKey) -> int:
+        return int(self.seq[self.blocks[block][0]])
 
 
-__all__ = ["StepTable"]
+def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Numbers of 64 bits, well mixed: their sums tell sets of them apart (the finaliser of splitmix64)."""
+    x = numbers + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _numbered(*columns: Numbers) -> Numbers:
+    """Rows of several columns, numbered: equal ones alike."""
+    found = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        place = np.unique(column, return_inverse=True)[1]
+        found = np.unique(found * (place.max(initial=0) + 1) + place, return_inverse=True)[1]
+    return found
+
+
+def _least(group: Numbers, values: Numbers) -> Numbers:
+    """[num rows], the smallest of the values of each one's group."""
+    least = np.full(group.max(initial=-1) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, group, values)
+    return least[group]
+
+
+__all__ = ["BlockKey", "StepTable", "mixed"]

@@ -98,7 +98,8 @@ def chosen_steps(given: Any) -> frozenset[int] | None:
 
 def pair_models(ref: RankReader, target: RankReader) -> dict[str, str]:
     """Models of the reference to models of the target: by name, or the only one to the only one."""
-    names = [sorted({step.model for step in reader.steps}) for reader in (ref, target)]
+    # A program that calls no module has no steps, and its records are of no model.
+    names = [sorted({step.model for step in reader.steps} or {""}) for reader in (ref, target)]
     if len(names[0]) == len(names[1]) == 1:
         return {names[0][0]: names[1][0]}
     return {name: name for name in names[0] if name in names[1]}

@@ -13,7 +13,7 @@ from dispatch_trace.align.named import keeps_last_call
 from dispatch_trace.align.pairs import Outcome, Pair, Pairing, paired_slots
 from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass
-from dispatch_trace.per_step import total
+from dispatch_trace.per_step import chosen, greatest, is_smaller, per_step_of, total
 from dispatch_trace.schema import StoredRecord
 
 OUTCOMES: tuple[Outcome, ...] = ("matched", "absorbed", "ref-only", "target-only", "no-data", "deselected")
@@ -134,9 +134,14 @@ class _Rows:
             state = self._noise.states.get((target.seq, slot.index))
             if unread and row.error is not None:
                 continue
-            if row.error is None or difference.rho > row.error:
-                row.error, row.worst_row = difference.rho, difference.worst
-                row.band = self._noise.band(state.predicted, difference) if state is not None else None
+            band = self._noise.band(state.predicted, difference) if state is not None else None
+            steps = per_step_of(row.error, difference.rho)
+            if steps is not None and None not in (row.error, row.band, band):
+                larger = is_smaller(row.error, difference.rho, steps)
+                row.band = chosen(larger, band, row.band, steps)
+                row.error = greatest(row.error or 0.0, difference.rho)
+            elif row.error is None or difference.rho > row.error:
+                row.error, row.worst_row, row.band = difference.rho, difference.worst, band
             if difference.transform:
                 row.notes.append(f"{slot.name} {difference.transform}")
             if state is not None and state.wrong and not row.label and not unread:

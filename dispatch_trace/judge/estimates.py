@@ -15,7 +15,7 @@ from dispatch_trace.align.graph import Program, slot_numel
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.judge.magnitudes import Magnitude
 from dispatch_trace.metrics import unit_roundoff
-from dispatch_trace.per_step import greatest, is_finite, root, smallest
+from dispatch_trace.per_step import PerStep, each, greatest, is_finite, root, smallest
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # A difference is noise up to C times the estimate: benign changes stayed at 0.6 of it (BLAME.md section 4).
@@ -313,6 +313,8 @@ def _attention_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float
 
 def _number(record: StoredRecord, name: str, default: float) -> float:
     for key, value in record.args:
+        if key == name and isinstance(value, PerStep):
+            return each(value.values, value.together)
         if key == name and isinstance(value, (int, float)):
             return float(value)
     return default

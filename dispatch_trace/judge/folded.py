@@ -10,7 +10,7 @@ from typing import Any
 
 from dispatch_trace.align.repeated import Folded
 from dispatch_trace.judge.findings import Finding, Judgement
-from dispatch_trace.per_step import of_step
+from dispatch_trace.per_step import SeveralNumbersError, of_step
 from dispatch_trace.store.reader import RankReader
 
 # After so many rounds in which steps went astray, all are judged one by one,
@@ -39,16 +39,16 @@ def judge_folded(folded: Folded, judge: Callable[[RankReader, RankReader], Judge
             return None
         try:
             found = judge(rest.ref, rest.target)
-        except TypeError:
-            if not rest.grows:
-                raise
-            return (
-                None  # a rule looks something up by a size, or counts up to it: several have no place there
-            )
-        if rest.grows and (found.findings or found.verdict != "match"):
-            return None  # what is wrong in one step may be so in those behind it
-        if not rest.astray():
-            findings = _of_all_steps(rest, found.findings)
+        except SeveralNumbersError:
+            return None
+        # What is wrong in one step may be so in those behind it: they are looked at each by itself.
+        if not (rest.astray() or (rest.grows and rest.target.doubted)):
+            if rest.grows and (
+                found.verdict == "inconclusive"
+                or any(rest.is_about_several(f.seq, f.ref_seq) for f in found.findings)
+            ):
+                return None
+            findings = found.findings if rest.grows else _of_all_steps(rest, found.findings)
             if findings is None:
                 return None
             return replace(found, findings=findings, pairs=rest.unfolded(found.pairs))

@@ -366,6 +366,9 @@ class NoisePass:
         ref, target = self.pairing.ref, self.pairing.target
         if not target.reader.reads_across:
             return
+        for value, state in self.states.items():
+            if state.suspicious:
+                target.reader.doubt(target.records[value[0]])
         for value, links in list(self.pairing.links.items()):
             record = target.records[value[0]]
             for source in target.reader.sources(record, target.slot(value)):
@@ -377,7 +380,7 @@ class NoisePass:
                     or not (_is_plain(self.pairing, link) and _is_plain(self.pairing, made.link))
                     for link in links
                 ):
-                    target.reader.lose(record)
+                    target.reader.lose_readers(record, target.slot(value), source)
 
     def _judge_leaf(self, value: Value) -> State:
         links = self.pairing.links.get(value, ())

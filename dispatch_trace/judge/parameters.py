@@ -77,6 +77,8 @@ def _changed(pairing: Pairing, link: Link) -> ChangedParameter | None:
         return None
     if pairing.comparer.layout(link.ref_content) is not None:
         return None
+    if pairing.comparer.target.together(link.target_content) is not None:
+        return None  # several, none of which has data
     a = pairing.comparer.ref.content(link.ref_content)
     b = pairing.comparer.target.content(link.target_content)
     if a.dtype == b.dtype or a.shape != b.shape or not {a.dtype, b.dtype} <= FLOAT_FORMATS.keys():

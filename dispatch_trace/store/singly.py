@@ -60,6 +60,12 @@ class Singly:
     def lose(self, record: StoredRecord) -> None:
         """Notes that each of the steps that a record stands for has something of its own to say of it."""
 
+    def doubt(self, record: StoredRecord) -> None:
+        """Notes that what a record of steps that repeat made may be wrong, and so what others read of it."""
+
+    def lose_readers(self, record: StoredRecord, slot: StoredSlot, source: tuple[int, int]) -> None:
+        """Notes that one of `sources` is not as it was taken to be, for the steps that read it."""
+
     def sources(self, record: StoredRecord, slot: StoredSlot) -> Sequence[tuple[int, int]]:
         """What other steps made of what a slot of steps that repeat reads, by (record, slot) that show."""
         return ()
