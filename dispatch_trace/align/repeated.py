@@ -133,11 +133,12 @@ class FoldedReader(ReaderView):
     def records(self, **where: Any) -> Iterator[StoredRecord]:
         begin = 0
         for frame in self.frames():
-            shown = self._shown[begin : begin + frame.num_records]
+            row_of = self._side.row_of[begin : begin + frame.num_records]
+            shown = self._shown[row_of]
             if shown.any():
                 rows = [row for row in frame.rows(where) if shown[row]]
                 for row, record in zip(rows, frame.records(rows), strict=True):
-                    yield self._seen(record, begin + row)
+                    yield self._seen(record, int(row_of[row]))
             begin += frame.num_records
 
     def record(self, seq: int) -> StoredRecord:

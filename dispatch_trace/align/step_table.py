@@ -63,7 +63,8 @@ class StepTable:
     Attributes:
       reader: the rank.
       table, contents: its records and contents.
-      seq: [num records], their numbers.
+      seq: [num records], their numbers, ascending.
+      row_of: [num records], the row of each in the order of writing.
       is_param: [num records], parameters as they were first recorded.
       is_version: [num records], parameters that have been written since.
       is_module: [num records].
@@ -79,6 +80,12 @@ class StepTable:
         self.reader = reader
         self._names = names
         self.table = RecordTable.of(reader, names)
+        seq = self.table.record["seq"]
+        self.row_of = np.arange(len(seq))
+        if len(seq) and not (np.diff(seq) > 0).all():  # where a batch was written while an op was running
+            order = np.argsort(seq, kind="stable")
+            self.table = self.table.rows(order)
+            self.row_of[order] = np.arange(len(seq))
         self.contents = ContentTable(reader, names)
         self.seq = self.table.record["seq"]
         of_param = self.table.record["kind"] == names.number("param")

@@ -102,6 +102,29 @@ class RecordTable:
         first_slot, first_producer = _starts(records["num_slots"]), _starts(slots["num_producers"])
         return cls(records, slots, producers, first_slot, first_producer)
 
+    def rows(self, order: Numbers) -> RecordTable:
+        """The same records in another order.
+
+        Args:
+          order: [num records], rows of this table.
+        """
+        slots, first_slot = _parts(self.first_slot, order)
+        producers, first_producer = _parts(self.first_producer, slots)
+        return RecordTable(
+            {name: column[order] for name, column in self.record.items()},
+            {name: column[slots] for name, column in self.slot.items()},
+            {name: column[producers] for name, column in self.producer.items()},
+            first_slot,
+            first_producer,
+        )
+
+
+def _parts(first: Numbers, order: Numbers) -> tuple[Numbers, Numbers]:
+    """Where the parts of rows lie that are put in another order, and where those of each begin then."""
+    counts = np.diff(first)[order]
+    starts = _starts(counts)
+    return np.repeat(first[:-1][order] - starts[:-1], counts) + np.arange(starts[-1]), starts
+
 
 class ContentTable:
     """The contents of a rank: what is known of each, without its data.
