@@ -87,6 +87,7 @@ def serve() -> None:
             answer = True, fn(*args, **kwargs)
         except Exception as error:  # goes to whoever called
             answer = False, error
+        sys.stdout.flush()  # what was printed shows before the answer, also where the process is ended hard
         pickle.dump(answer, answers)
         answers.flush()
 
