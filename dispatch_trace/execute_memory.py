@@ -205,13 +205,20 @@ class Memory:
 
     def _beside_written(self, slot: StoredSlot, value: torch.Tensor) -> torch.Tensor:
         """What nobody wrote of `slot`, beside what ops of this run wrote: the recording may be coarser."""
-        assert slot.strides is not None and slot.offset is not None
-        dtype, written = self._written.get(slot.storage, ("", None))
-        if written is None or dtype != slot.dtype:
+        written = self._written_of(slot)
+        if written is None:
             size = slot.storage_bytes // dtype_from_name(slot.dtype).itemsize
             self._written[slot.storage] = (slot.dtype, torch.zeros(size, dtype=torch.bool))
             return value
-        return torch.where(written.as_strided(slot.shape, slot.strides, slot.offset), self._view(slot), value)
+        return torch.where(written, self._view(slot), value)
+
+    def _written_of(self, slot: StoredSlot) -> torch.Tensor | None:
+        """[*shape] which elements of a strided slot were written since; None where that is not followed."""
+        dtype, written = self._written.get(slot.storage, ("", None))
+        if written is None or dtype != slot.dtype:
+            return None
+        assert slot.strides is not None and slot.offset is not None
+        return written.as_strided(slot.shape, slot.strides, slot.offset)
 
     def _adopt(self, slot: StoredSlot, value: torch.Tensor) -> bool:
         """Takes over the memory of `value` where it is what the storage should be, instead of copying it."""
@@ -231,11 +238,9 @@ class Memory:
         self._contents.pop(slot.storage, None)
         if has_geometry(slot):
             self._stamp(slot)
-        dtype, written = self._written.get(slot.storage, ("", None))
-        if written is not None and has_geometry(slot) and slot.dtype == dtype:
-            assert slot.strides is not None and slot.offset is not None
-            view = written.as_strided(slot.shape, slot.strides, slot.offset)
-            assign(view, torch.ones(slot.shape, dtype=torch.bool))
+            written = self._written_of(slot)
+            if written is not None:
+                assign(written, torch.ones(slot.shape, dtype=torch.bool))
 
     def _stamp(self, slot: StoredSlot) -> None:
         self._time += 1

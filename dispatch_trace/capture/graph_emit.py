@@ -18,8 +18,9 @@ from dispatch_trace.capture.graph_frames import GraphFrame, Run
 from dispatch_trace.capture.graph_plan import Plan, Site, accesses, is_access, is_op, is_tap
 from dispatch_trace.capture.ops import OpInfo, op_info
 from dispatch_trace.capture.plain import PLAIN, PLAIN_TENSORS, encode
-from dispatch_trace.capture.storage import dtype_name, geometry, shape_of
+from dispatch_trace.capture.storage import geometry, shape_of
 from dispatch_trace.schema import RawRecord, RawSlot
+from dispatch_trace.store.layouts import dtype_name
 
 NOT_TAPPED = "not tapped"
 

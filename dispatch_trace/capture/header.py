@@ -15,12 +15,12 @@ import torch
 
 from dispatch_trace import neuron
 from dispatch_trace.capture.frames import walk_modules
-from dispatch_trace.capture.storage import dtype_name
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.processor import processor_name
 from dispatch_trace.schema import SCHEMA_VERSION
 from dispatch_trace.sketch import NARROW_PARAMETERS, SKETCH_PARAMETERS
+from dispatch_trace.store.layouts import dtype_name
 
 # Environment that changes numerics; recorded, never set.
 _ENVIRONMENT = neuron.ENVIRONMENT | {

@@ -16,9 +16,10 @@ from dispatch_trace.capture.keys import Key, NoKey, call_key, exact, quick_key, 
 from dispatch_trace.capture.ops import OpInfo, site
 from dispatch_trace.capture.plain import PLAIN, encode
 from dispatch_trace.capture.rows import MANY_ROWS, RowRecorder
-from dispatch_trace.capture.storage import dtype_name, shape_of
+from dispatch_trace.capture.storage import shape_of
 from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.schema import RawRecord, RawSlot
+from dispatch_trace.store.layouts import dtype_name
 
 _current_node = torch._C._current_autograd_node
 _Tensor = torch.Tensor

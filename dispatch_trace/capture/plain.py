@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dispatch_trace.capture.storage import dtype_name
 from dispatch_trace.registry import Opaque
+from dispatch_trace.store.layouts import dtype_name
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})

@@ -22,7 +22,6 @@ from dispatch_trace.capture.storage import (
     Geometry,
     ObjectEntry,
     StorageEntry,
-    dtype_name,
     geometry,
     is_shared,
     is_whole,
@@ -32,6 +31,7 @@ from dispatch_trace.capture.storage import (
     size_of,
 )
 from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawSlot, Save
+from dispatch_trace.store.layouts import dtype_name
 from dispatch_trace.store.writer import TraceWriter
 
 _LAYOUT_OF_FLAGS = ("strided", "strided+conj", "strided+neg", "strided+conj+neg")

@@ -17,15 +17,6 @@ from dispatch_trace.schema import Content, SlotFacts
 Geometry = tuple[Any, ...]  # (dtype, offset, shape, strides, flags)
 
 _is_cow: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
-_NAMES: dict[torch.dtype, str] = {}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without the "torch."."""
-    name = _NAMES.get(dtype)
-    if name is None:
-        name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
 
 
 class History:

@@ -21,10 +21,11 @@ from dispatch_trace.capture.plain import PLAIN_TENSORS, encode, intercepts_ops
 from dispatch_trace.capture.roots import RootFinder
 from dispatch_trace.capture.snapshot import Storages
 from dispatch_trace.capture.sources import SourceFinder
-from dispatch_trace.capture.storage import dtype_name, shape_of
+from dispatch_trace.capture.storage import shape_of
 from dispatch_trace.config import RecordOptions
 from dispatch_trace.errors import CaptureError
 from dispatch_trace.schema import NO_CALL, GradPhase, RawRecord, RawSlot, Save, StepInfo
+from dispatch_trace.store.layouts import dtype_name
 from dispatch_trace.store.writer import RowSource, TraceWriter
 
 _current_node = torch._C._current_autograd_node

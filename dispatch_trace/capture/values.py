@@ -18,10 +18,11 @@ from dispatch_trace.capture.keys import KEYWORDS, NoKey, exact
 from dispatch_trace.capture.ops import OpInfo, after_op, before_op, site
 from dispatch_trace.capture.plain import PLAIN_TENSORS, encode
 from dispatch_trace.capture.rows import MANY_ROWS, RowRecorder
-from dispatch_trace.capture.storage import Geometry, StorageEntry, dtype_name, is_shared
+from dispatch_trace.capture.storage import Geometry, StorageEntry, is_shared
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.nested import flatten, flatten_arguments
 from dispatch_trace.schema import SLOT_IS_NEW, SLOT_LEAF, Content, RawRecord, RawSlot, SlotFacts
+from dispatch_trace.store.layouts import dtype_name
 
 _current_node = torch._C._current_autograd_node
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack

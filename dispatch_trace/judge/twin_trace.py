@@ -274,6 +274,11 @@ class TwinTrace(Singly):
         found = self.value(number)
         return None if found is None else found.compared
 
+    def elements(self, number: int) -> npt.NDArray[Any] | None:
+        """The elements as they came out, those of masks too."""
+        found = self.value(number)
+        return None if found is None else found.data
+
     def whole(self, number: int) -> npt.NDArray[Any] | None:
         """All elements, of leaves too."""
         content = self._leaf_contents.get(number)
@@ -282,8 +287,7 @@ class TwinTrace(Singly):
         return self.array(number) if numbers is None else numbers.numpy()
 
     def tensor(self, number: int) -> torch.Tensor:
-        found = self.value(number)
-        data = None if found is None else found.data
+        data = self.elements(number)
         if data is None:
             raise DispatchTraceError(f"value {number} of the float64 run was not kept")
         return torch.from_numpy(np.ascontiguousarray(data))

@@ -95,8 +95,7 @@ def run_twins(
     def target_leaf(content: int) -> torch.Tensor | None:
         place = leaves.late(content)
         number = -1 if place is None else ref.at(place)
-        found = ref.value(number) if number >= 0 else None
-        data = None if found is None else found.data
+        data = ref.elements(number) if number >= 0 else None
         return leaves.target(content) if data is None else torch.from_numpy(data.copy())
 
     target = TwinTrace(pairing.target.reader, target_leaf, partial(leaves.hash, 1))

@@ -54,7 +54,9 @@ class Packed:
 
 
 @cache
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without the "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

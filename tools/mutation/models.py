@@ -256,19 +256,22 @@ def home_of(module: torch.nn.Module) -> str:
 
 
 def _decoder(attention: str) -> dict[str, Any]:
+    return {**text_config(HIDDEN, WIDE, LAYERS, HEADS), "attn_implementation": attention}
+
+
+def text_config(hidden: int, wide: int, layers: int, heads: int) -> dict[str, Any]:
     """What the configs of text models share."""
     return {
         "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
+        "hidden_size": hidden,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "max_position_embeddings": MAX_POSITIONS,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
-        "attn_implementation": attention,
     }
 
 

@@ -25,21 +25,11 @@ from .models import (
     architecture,
     padded_text,
     plain_text,
+    text_config,
 )
 
 HIDDEN, HEADS, WIDE, LAYERS = 32, 4, 48, 2
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": MAX_POSITIONS,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+_SMALL = text_config(HIDDEN, WIDE, LAYERS, HEADS)
 
 Built = tuple[torch.nn.Module, Inputs]
 
@@ -138,9 +128,7 @@ def build_longt5(draw: Draw, attention: str) -> Built:
         local_radius=3,
         tie_word_embeddings=False,
     )
-    inputs = padded_text(draw)
-    model = _spread(hf.LongT5ForConditionalGeneration(config), draw)
-    return model, {**inputs, "decoder_input_ids": plain_text(draw)["input_ids"]}
+    return _translating(hf.LongT5ForConditionalGeneration(config), draw)
 
 
 @architecture("bart", "other")
@@ -163,9 +151,7 @@ def build_bart(draw: Draw, attention: str) -> Built:
         tie_word_embeddings=False,
         attn_implementation=attention,
     )
-    inputs = padded_text(draw)
-    model = _spread(hf.BartForConditionalGeneration(config), draw)
-    return model, {**inputs, "decoder_input_ids": plain_text(draw)["input_ids"]}
+    return _translating(hf.BartForConditionalGeneration(config), draw)
 
 
 @architecture("recurrent_gemma", "other")
@@ -229,6 +215,11 @@ def build_convnext(draw: Draw, attention: str) -> Built:
     )
     model = _spread(hf.ConvNextModel(config), draw)
     return model, {"pixel_values": draw.randn(BATCH, 3, 32, 32)}
+
+
+def _translating(model: Any, draw: Draw) -> Built:
+    inputs = padded_text(draw)
+    return _spread(model, draw), {**inputs, "decoder_input_ids": plain_text(draw)["input_ids"]}
 
 
 def _spread(model: Any, draw: Draw) -> torch.nn.Module:
