@@ -1,51 +1,28 @@
 // What is done once for each op and each value, compiled: what `capture.values` and `capture.meta` do, the same
-// questions in the same order, the same rows and the same keys, so that either may go on where the other
-// stopped; and the look at a tensor that `store.layouts` hashes. What is not the plain case goes to Python.
+// questions in the same order and the same rows, so that either may go on where the other stopped; and the
+// look at a tensor that `store.layouts` hashes. What is not the plain case goes to Python.
 //
 // Guarantees: the op runs once, on its own arguments, outside everything that can fail here; an exception of
-// its own goes on untouched; the interpreter lock is held throughout, but for what the op itself lets go of.
+// its own goes on untouched; all that is noted is noted with the interpreter lock held.
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "extension_modules.h"
+#include "extension_direct.h"
 
 namespace {
 
-// -- without values --------------------------------------------------------------------------------------
-
-// As the body of `MetaRecorder.__torch_dispatch__`. Its keys equal none of those made in Python: where a tensor
-// may stand they have one object, those a shape and a dtype.
-void note_shapes(PyObject* self, Way* way, const Info& info, PyObject* frame, PyObject* args,
-                 PyObject* kwargs, PyObject* out) {
-  std::vector<Ref> key;
-  key.reserve(16);
-  auto add = [&key](Ref part) { key.push_back(std::move(part)); };
-  add(Ref::to(info.info.get()));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) add(exact(way, PyTuple_GET_ITEM(args, i), true));
-  if (kwargs != nullptr) {
-    add(Ref::to(way->held.keywords));
-    PyObject *name, *value;
-    Py_ssize_t at = 0;
-    while (PyDict_Next(kwargs, &at, &name, &value)) {
-      add(Ref::to(name));
-      add(exact(way, value, true));
-    }
-  }
-  add(exact(way, out, true));
-  Ref whole_key = tuple_from(key);
-  Ref body = Ref::to(find(way->held.bodies, whole_key.get()));
-  if (!body || !truth(frame, names.shares_bodies)) {
-    body = Ref(must(PyObject_CallMethodObjArgs(self, names._new_body, whole_key.get(), frame, info.info.get(), args,
-                                               kwargs == nullptr ? Py_None : kwargs, out, nullptr)));
-  }
-  Ref seq = next_seq(self, way);
-  append(way, info, frame, body.get(), seq.get(), Py_None, Py_None);
-}
-
 // -- the modes' `__torch_dispatch__` -----------------------------------------------------------------------
 
-PyObject* dispatch(PyObject* const* given, Py_ssize_t n, bool values) {
+c10::OperatorHandle operator_of(PyObject* func) {
+  Ref schema = attribute(func, names._schema);
+  auto text = [&](PyObject* name) {
+    return std::string(must_text(PyUnicode_AsUTF8(attribute(schema.get(), name).get())));
+  };
+  return c10::Dispatcher::singleton().findSchemaOrThrow(text(names.name).c_str(), text(names.overload_name).c_str());
+}
+
+PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
   if (n < 3 || n > 5) {
     PyErr_SetString(PyExc_TypeError, "expected func, types, args and kwargs");
     return nullptr;
@@ -56,53 +33,38 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t n, bool values) {
   try {
     Ref holds;
     Way* way = way_of(self, holds);
-    const Info* info = info_of(way, func);
-    bool has_types = PyObject_Size(types) != 0;
-    Ref frame;
-    if (values) {
-      if (has_types || info == nullptr || !info->quick || find(way->held.here, names.busy) != Py_False) {
-        return the_long_way(self, func, types, args.get(), kwargs);
-      }
-      bool ask = !truth(way->held.tracer, names.active);
-      frame = frame_of(way, *info, ask);
-    } else {
-      if (has_types || info == nullptr || !info->direct) {
-        if (info == nullptr || has_types || info->selected) {
-          return the_long_way(self, func, types, args.get(), kwargs);
-        }
-        return PyObject_Call(info->call.get(), args.get(), kwargs);
-      }
-      frame = frame_of(way, *info, false);
-    }
-    bool wanted = frame.get() != Py_None && truth(frame.get(), names.records_ops);
+    bool is_known = PyObject_Size(types) == 0 && is_mine(way) && find(way->held.here, names.busy) == Py_False;
+    const Info* info = is_known ? info_of(way, func) : nullptr;
+    if (info == nullptr || !goes_here(way, *info)) return the_long_way(self, func, types, args.get(), kwargs);
     Ref out(PyObject_Call(info->call.get(), args.get(), kwargs));
-    if (!out || !wanted) return out.release();
-    bool goes_on = true;
-    if (values) {
-      goes_on = guarded(way, [&] {
-        Ref key = note_values(self, way, *info, frame.get(), args.get(), kwargs, out.get());
-        if (!key) return;
-        Ref done(must(PyObject_CallMethodObjArgs(self, names._record, key.get(), frame.get(), info->info.get(),
-                                                 args.get(), dict_of(kwargs).get(), out.get(), nullptr)));
-      });
-    } else {
-      goes_on = guarded(way, [&] {
-        try {
-          note_shapes(self, way, *info, frame.get(), args.get(), kwargs, out.get());
-        } catch (const Unusual&) {
-          Ref done(must(PyObject_CallMethodObjArgs(self, names._note, frame.get(), info->info.get(), args.get(),
-                                                   dict_of(kwargs).get(), out.get(), nullptr)));
-        }
-      });
-    }
+    if (!out || !is_noted(way, *info)) return out.release();
+    bool goes_on = guarded(way, [&] {
+      c10::OperatorHandle op = operator_of(func);
+      Values arguments = from_python(op.schema(), args.get(), kwargs);
+      Values results = from_python(op.schema(), out.get());
+      note(self, way, Call{&op.schema(), info, std::move(arguments), results});
+    });
     return goes_on ? out.release() : nullptr;
   } catch (const Raised&) {
     return nullptr;
   }
 }
 
-PyObject* value_dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) { return dispatch(given, n, true); }
-PyObject* meta_dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) { return dispatch(given, n, false); }
+// Where the mode has been put on this thread's stack, and where it has been taken off.
+PyObject* started(PyObject*, PyObject* const* given, Py_ssize_t) {
+  try {
+    Ref holds;
+    begin_direct(given[0], way_of(given[0], holds));
+    Py_RETURN_NONE;
+  } catch (const Raised&) {
+    return nullptr;
+  }
+}
+
+PyObject* stopped(PyObject*, PyObject* const* given, Py_ssize_t) {
+  end_direct(given[0]);
+  Py_RETURN_NONE;
+}
 
 PyObject* value_inputs(PyObject*, PyObject* const* given, Py_ssize_t n) {
   if (n != 3) {
@@ -216,6 +178,8 @@ PyObject* new_way(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   way->is_new = is_new;
   way->is_leaf = is_leaf;
+  way->values = way->held.storages != Py_None;
+  way->thread = this_thread();
   way->keep = keep != 0;
   way->shares = shares != 0;
   way->known = new std::unordered_map<PyObject*, Info>();
@@ -283,8 +247,9 @@ PyMODINIT_FUNC PyInit_dispatch_trace_extension() {
   if (PyType_Ready(&WayType) < 0) return nullptr;
   Ref module(PyModule_Create(&definition));
   if (!module || PyModule_AddObjectRef(module.get(), "Way", reinterpret_cast<PyObject*>(&WayType)) < 0 ||
-      !add_method<value_dispatch>(module.get(), "value_dispatch", "As ValueRecorder.__torch_dispatch__.") ||
-      !add_method<meta_dispatch>(module.get(), "meta_dispatch", "As MetaRecorder.__torch_dispatch__.") ||
+      !add_method<dispatch>(module.get(), "dispatch", "As the mode's __torch_dispatch__.") ||
+      !add_method<started>(module.get(), "started", "The mode has been put on this thread's stack.") ||
+      !add_method<stopped>(module.get(), "stopped", "The mode has been taken off this thread's stack.") ||
       !add_method<value_inputs>(module.get(), "value_inputs", "As ValueRecorder.inputs_of.") ||
       !add_method<value_note_module>(module.get(), "value_note_module", "As ValueRecorder.note_module.")) {
     return nullptr;

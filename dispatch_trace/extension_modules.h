@@ -52,7 +52,7 @@ void gather(PyObject* self, Way* way, Gathered& found, PyObject* name, PyObject*
     if (value != Py_None && !PyLong_Check(value) && !PyFloat_CheckExact(value) && !PyUnicode_CheckExact(value)) {
       throw Unusual{};  // structures are taken apart elsewhere
     }
-    check(PyList_Append(found.key.get(), untracked(tuple_of(name, exact(way, value, false).get())).get()));
+    check(PyList_Append(found.key.get(), untracked(tuple_of(name, exact(way, value).get())).get()));
     check(PyList_Append(found.facts.get(), way->held.no_tensor));
     check(PyList_Append(found.values.get(), value));
     return;
@@ -60,7 +60,7 @@ void gather(PyObject* self, Way* way, Gathered& found, PyObject* name, PyObject*
   const at::Tensor& tensor = THPVariable_Unpack(value);
   if (!is_dense(tensor)) throw Unusual{};
   Ref entry = entry_of(way, tensor.storage().unsafeGetStorageImpl());
-  Ref g = Ref::to(shape_of(way, tensor, true).g.get());
+  Ref g = Ref::to(shape_of(way, tensor).g.get());
   Ref fact;
   if (entry && !(truth(entry.get(), names.versions) && !tensor.is_inference() &&
                  static_cast<int64_t>(tensor._version()) > whole(entry.get(), names.version))) {

@@ -44,16 +44,21 @@ PyObject* must(PyObject* found) {
   return found;
 }
 
+const char* must_text(const char* found) {
+  if (found == nullptr) throw Raised{};
+  return found;
+}
+
 void check(int code) {
   if (code < 0) throw Raised{};
 }
 
 // Interned names, made once.
 #define NAMES(X) X(_announce) X(_credit) X(_internal) X(_native) X(_new_body) X(_next_number)           \
-  X(_note) X(_purge_at) X(_record) X(_snapshot) X(active) X(alignment) X(base) X(busy) X(call)          \
-  X(contents) X(counts) X(definitions) X(direct) X(dispatch) X(draws) X(facts) X(fault)                 \
+  X(_note) X(_purge_at) X(_record) X(_schema) X(_snapshot) X(active) X(alignment) X(base) X(busy) X(call)          \
+  X(contents) X(counts) X(definitions) X(direct) X(dispatch) X(dropout) X(facts) X(fault)               \
   X(find_source) X(frame) X(hex) X(id) X(inputs) X(keep_data) X(key) X(last) X(leaf) X(leaves)          \
-  X(module) X(nbytes) X(num_bytes) X(name_geometry) X(number) X(op) X(origin) X(parameters)           \
+  X(module) X(nbytes) X(num_bytes) X(name) X(name_geometry) X(number) X(op) X(origin) X(overload_name) X(parameters)           \
   X(plain_inputs_of) X(plain_note_module) X(purge) X(put_rows_of) X(quick) X(random) X(ready)           \
   X(records_ops) X(selected) X(shares_bodies) X(summarise) X(tensor) X(told) X(values) X(version)       \
   X(versions) X(weak) X(writer) X(writes)

@@ -6,7 +6,7 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include "extension_way.h"
+#include "extension_call.h"
 
 namespace {
 
@@ -25,8 +25,7 @@ struct New {
 
 struct Noting {
   Way* way;
-  bool has_items;
-  std::vector<Ref> key;
+  Key key;
   Ref facts;
   std::vector<New> introduced;
   std::vector<Made> made;
@@ -38,13 +37,13 @@ Ref entry_of(Way* way, c10::StorageImpl* storage) {
 }
 
 // As `ValueRecorder._look` and what is done with it.
-Ref read_tensor(Noting& noting, PyObject* value, bool is_argument) {
+void read_tensor(Noting& noting, const at::Tensor& tensor, bool is_argument) {
   Way* way = noting.way;
-  const at::Tensor& tensor = THPVariable_Unpack(value);
-  if (!is_dense(tensor)) throw Unusual{};
+  PyTypeObject* kind = class_of(tensor);
+  if (!is_plain(way, kind) || !is_dense(tensor)) throw Unusual{};
   Ref entry = entry_of(way, tensor.storage().unsafeGetStorageImpl());
   if (!entry) throw Unusual{};
-  const Shape& shape = shape_of(way, tensor, true);
+  const Shape& shape = shape_of(way, tensor);
   Ref facts = attribute(entry.get(), names.facts);
   PyObject* fact = find(facts.get(), shape.g.get());
   if (fact == nullptr) throw Unusual{};
@@ -56,32 +55,34 @@ Ref read_tensor(Noting& noting, PyObject* value, bool is_argument) {
   if (flags >= way->is_new) {
     noting.introduced.push_back(
         {std::move(entry), Ref::to(shape.g.get()), PyList_GET_SIZE(noting.facts.get())});
-  } else if (is_argument && flags == 0 && reinterpret_cast<PyObject*>(Py_TYPE(value)) == ParameterClass &&
+  } else if (is_argument && flags == 0 && reinterpret_cast<PyObject*>(kind) == ParameterClass &&
              PyTuple_GET_SIZE(PyTuple_GET_ITEM(fact, 3)) < 2) {
     throw Unusual{};  // given the memory of something else: no record of the parameter shows this
   }
   check(PyList_Append(noting.facts.get(), fact));
-  return Ref::to(PyTuple_GET_ITEM(fact, 6));
+  noting.key.geometry(tensor);
 }
 
 // As `ValueRecorder._read`.
-Ref read(Noting& noting, PyObject* value) {
-  Way* way = noting.way;
-  if (value == Py_None) return Ref::to(value);
-  if (is_plain(way, Py_TYPE(value))) return read_tensor(noting, value, false);
-  if (noting.has_items && (PyLong_CheckExact(value) || PyFloat_CheckExact(value))) {
-    if (find(way->held.items, value) != nullptr) throw Unusual{};
-  }
-  if ((PyList_CheckExact(value) || PyTuple_CheckExact(value)) && PySequence_Fast_GET_SIZE(value) > 0 &&
-      (noting.has_items || !starts_with_int(value))) {
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(value);
-    Ref made(must(PyTuple_New(n)));
-    for (Py_ssize_t i = 0; i < n; ++i) {
-      PyTuple_SET_ITEM(made.get(), i, read(noting, PySequence_Fast_GET_ITEM(value, i)).release());
+void read(Noting& noting, const c10::IValue& value) {
+  bool is_argument = is_tensor(value);
+  describe(noting.key, value, [&](const at::Tensor& each) { read_tensor(noting, each, is_argument); });
+}
+
+// Whether a number is what an op has read from a tensor.
+bool is_item(Way* way, const c10::IValue& given) {
+  const c10::IValue value = plain_value(given);
+  Ref number;
+  if (value.isInt()) {
+    number = integer(value.toInt());
+  } else if (value.isDouble()) {
+    number = Ref(must(PyFloat_FromDouble(value.toDouble())));
+  } else if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) {
+      if (is_item(way, each)) return true;
     }
-    return made;
   }
-  return exact(way, value, false);
+  return number && find(way->held.items, number.get()) != nullptr;
 }
 
 bool is_text(PyObject* value, PyObject* text) {
@@ -96,19 +97,20 @@ bool may_alias(PyObject* entry, PyObject* told, PyObject* g) {
          find(parameters.get(), g) == nullptr;
 }
 
-void look_at_output(Noting& noting, PyObject* value) {
+void look_at_output(Noting& noting, const c10::IValue& value) {
   Way* way = noting.way;
-  // The class itself: a parameter that an op returns is no new value.
-  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != PyTuple_GET_ITEM(way->held.plain, 0)) {
-    noting.key.push_back(exact(way, value, false));
+  if (!is_tensor(value)) {
+    describe(noting.key, value, [](const at::Tensor&) { throw Unusual{}; });
     noting.made.push_back(Made{});
     return;
   }
-  const at::Tensor& tensor = THPVariable_Unpack(value);
+  const at::Tensor& tensor = value.toTensor();
+  // The class itself: a parameter that an op returns is no new value.
+  if (reinterpret_cast<PyObject*>(class_of(tensor)) != PyTuple_GET_ITEM(way->held.plain, 0)) throw Unusual{};
   if (!is_dense(tensor) || !tensor.is_cpu()) throw Unusual{};
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   Ref entry = entry_of(way, storage);
-  const Shape& shape = shape_of(way, tensor, true);
+  const Shape& shape = shape_of(way, tensor);
   Ref g = Ref::to(shape.g.get()), name = Ref::to(shape.name.get());
   if (entry) {
     Ref told = attribute(entry.get(), names.told);
@@ -119,8 +121,8 @@ void look_at_output(Noting& noting, PyObject* value) {
     }
   }
   int64_t num_bytes = entry ? -1 : static_cast<int64_t>(storage->nbytes());
-  noting.key.push_back(Ref::to(name.get()));
-  noting.key.push_back(integer(num_bytes));
+  noting.key.geometry(tensor);
+  noting.key.word(num_bytes);
   noting.made.push_back(
       Made{&tensor, storage, std::move(entry), std::move(g), std::move(name), num_bytes});
 }
@@ -227,48 +229,36 @@ Ref define(PyObject* self, Way* way, Made& made, PyObject* seq, Py_ssize_t slot)
                             zero, made.name.get()));
 }
 
+// As `OpInfo.draws`.
+bool draws(const Call& call) {
+  if (!call.info->random || call.info->dropout < 0) return call.info->random;
+  const c10::IValue& p = call.args[static_cast<size_t>(call.info->dropout)];
+  return !(p.isDouble() && p.toDouble() == 0.0);
+}
+
 // As `ValueRecorder._note`. Returns null where a row was noted, else the key to record it by.
-Ref note_values(PyObject* self, Way* way, const Info& info, PyObject* frame, PyObject* args, PyObject* kwargs,
-                PyObject* out) {
-  if (c10::impl::TorchDispatchModeTLS::stack_len() != 0 || at::impl::PythonTorchFunctionTLS::stack_len() != 0) {
+Ref note_values(PyObject* self, Way* way, PyObject* frame, const Call& call) {
+  if (c10::impl::TorchDispatchModeTLS::stack_len() != 0 || at::impl::PythonTorchFunctionTLS::stack_len() != 0 ||
+      draws(call)) {
     return Ref::to(empty_tuple);
   }
-  if (info.random) {
-    Ref draws(must(PyObject_CallMethodObjArgs(info.info.get(), names.draws, args, dict_of(kwargs).get(), nullptr)));
-    if (draws.get() != Py_False) return Ref::to(empty_tuple);
-  }
-  Noting noting;
-  noting.way = way;
-  noting.has_items = PyDict_GET_SIZE(way->held.items) != 0;
-  noting.facts = untracked(Ref(must(PyList_New(0))));
-  noting.key.reserve(16);
+  const Info& info = *call.info;
+  Noting noting{way, Key(info), untracked(Ref(must(PyList_New(0)))), {}, {}};
+  bool has_items = PyDict_GET_SIZE(way->held.items) != 0;
   try {
-    noting.key.push_back(Ref::to(info.info.get()));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
-      PyObject* value = PyTuple_GET_ITEM(args, i);
-      bool is_tensor = is_plain(way, Py_TYPE(value));
-      noting.key.push_back(is_tensor ? read_tensor(noting, value, true) : read(noting, value));
+    for (const c10::IValue& value : call.args) {
+      if (has_items && is_item(way, value)) throw Unusual{};
+      read(noting, value);
     }
-    if (kwargs != nullptr) {
-      noting.key.push_back(Ref::to(way->held.keywords));
-      PyObject *name, *value;
-      Py_ssize_t at = 0;
-      while (PyDict_Next(kwargs, &at, &name, &value)) {
-        noting.key.push_back(Ref::to(name));
-        noting.key.push_back(read(noting, value));
-      }
-    }
-    if (PyTuple_CheckExact(out) || PyList_CheckExact(out)) {
-      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(out); ++i) {
-        look_at_output(noting, PySequence_Fast_GET_ITEM(out, i));
-      }
-    } else if (out != Py_None) {
-      look_at_output(noting, out);
+    if (call.outs.size() == 1 && call.outs[0].isList()) {
+      for (const c10::IValue& each : call.outs[0].toListRef()) look_at_output(noting, each);
+    } else if (call.outs.size() != 1 || !is_none(call.outs[0])) {
+      for (const c10::IValue& each : call.outs) look_at_output(noting, each);
     }
   } catch (const Unusual&) {
     return Ref::to(empty_tuple);
   }
-  Ref whole_key = tuple_from(noting.key);
+  Ref whole_key = noting.key.made();
   Ref body = Ref::to(find(way->held.bodies, whole_key.get()));
   if (!body || !truth(frame, names.shares_bodies)) return whole_key;
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/headeronly/version.h>
 
 #include <unordered_map>
 #include <utility>
@@ -12,12 +13,16 @@
 
 #include "extension_python.h"
 
+// What of torch's inner parts is used where it looks as it does here; elsewhere the same is done in longer ways.
+#define TORCH_IS_2_13 (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 13)
+
 namespace {
 
 // What is fixed about an overload: `ops.OpInfo`, of which these are attributes.
 struct Info {
   Ref info, call, base;
   bool direct, quick, selected, random;
+  int64_t dropout;
 };
 
 // A geometry of a dense tensor, with the Python objects that stand for it.
@@ -25,9 +30,8 @@ struct Shape {
   c10::ScalarType dtype;
   int64_t offset;
   std::vector<int64_t> sizes, strides;
-  Ref g;       // (dtype, offset, shape, strides, 0)
-  Ref name;    // of `Storages.name_geometry`; none with `save="meta"`
-  Ref brief;   // with `save="meta"`: an object that no other shape and dtype has
+  Ref g;     // (dtype, offset, shape, strides, 0)
+  Ref name;  // of `Storages.name_geometry`
 };
 
 // A place in the program, with what a record says of it.
@@ -51,9 +55,11 @@ struct Way {
         *leaves, *finder;
   } held;
   int64_t is_new, is_leaf;
+  bool values;  // they are recorded
   bool keep;    // the data of each value
   bool shares;  // snapshots may be copy-on-write
-  std::unordered_map<PyObject*, Info>* known;
+  const void* thread;  // as `this_thread`: that of the mode
+  std::unordered_map<PyObject*, Info>* known;  // touched by that thread alone
   std::unordered_map<uint64_t, std::vector<Shape>>* shapes;
   size_t num_shapes;
   std::unordered_map<uint64_t, Line>* lines;
@@ -65,6 +71,15 @@ Way* way_of(PyObject* self, Ref& holds) {
   holds = attribute(self, names._native);
   return reinterpret_cast<Way*>(holds.get());
 }
+
+// Something that no other thread has.
+const void* this_thread() {
+  static thread_local char here;
+  return &here;
+}
+
+// A program's thread can be given the modes of another (autograd's are): they have no way of an op in common.
+bool is_mine(const Way* way) { return way->thread == this_thread(); }
 
 PyObject** held_of(Way* way) { return reinterpret_cast<PyObject**>(&way->held); }
 
@@ -82,17 +97,27 @@ bool is_plain(Way* way, PyTypeObject* kind) { return is_one_of(way->held.plain, 
 
 bool is_constant(Way* way, PyTypeObject* kind) { return is_one_of(way->held.constants, kind); }
 
+// The class that a tensor has in Python, or would have.
+PyTypeObject* class_of(const at::Tensor& tensor) {
+#if TORCH_IS_2_13
+  PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  return object == nullptr ? reinterpret_cast<PyTypeObject*>(THPVariableClass) : Py_TYPE(object);
+#else
+  return Py_TYPE(Ref(must(THPVariable_Wrap(tensor))).get());
+#endif
+}
+
 bool is_dense(const at::Tensor& tensor) {
   return tensor.layout() == c10::kStrided && !tensor.is_nested() && tensor.has_storage() &&
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !tensor.is_neg() &&
          !tensor.is_conj() && !tensor.is_quantized();
 }
 
-const Shape& shape_of(Way* way, const at::Tensor& tensor, bool named) {
+const Shape& shape_of(Way* way, const at::Tensor& tensor) {
   auto dtype = tensor.scalar_type();
   auto sizes = tensor.sizes();
-  auto strides = named ? tensor.strides() : c10::IntArrayRef();
-  int64_t offset = named ? tensor.storage_offset() : 0;
+  auto strides = tensor.strides();
+  int64_t offset = tensor.storage_offset();
   uint64_t hash = static_cast<uint64_t>(dtype) * 0x9E3779B97F4A7C15ull ^ static_cast<uint64_t>(offset);
   for (int64_t n : sizes) hash = (hash ^ static_cast<uint64_t>(n)) * 0x9FB21C651E98DF25ull + 1;
   for (int64_t n : strides) hash = (hash ^ static_cast<uint64_t>(n)) * 0xD6E8FEB86659FD93ull + 3;
@@ -106,16 +131,11 @@ const Shape& shape_of(Way* way, const at::Tensor& tensor, bool named) {
     }
   }
   // Made before the table is touched: what Python does meanwhile may come here as well.
-  Shape made{dtype, offset, sizes.vec(), strides.vec(), Ref(), Ref(), Ref()};
-  if (named) {
-    Ref kind = Ref::to(must(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
-    Ref size(
-        must(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), tuple_of_sizes(sizes).get())));
-    made.g = tuple_of(kind.get(), integer(offset).get(), size.get(), tuple_of_sizes(strides).get(), zero);
-    made.name = Ref(must(PyObject_CallMethodOneArg(way->held.storages, names.name_geometry, made.g.get())));
-  } else {
-    made.brief = Ref(must(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type))));
-  }
+  Ref kind = Ref::to(must(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
+  Ref size(must(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), tuple_of_sizes(sizes).get())));
+  Ref g = tuple_of(kind.get(), integer(offset).get(), size.get(), tuple_of_sizes(strides).get(), zero);
+  Ref name(must(PyObject_CallMethodOneArg(way->held.storages, names.name_geometry, g.get())));
+  Shape made{dtype, offset, sizes.vec(), strides.vec(), std::move(g), std::move(name)};
   if (way->num_shapes >= MANY_SHAPES) {  // shapes that never come back (a growing cache) must not fill the memory
     way->shapes->clear();
     way->num_shapes = 0;
@@ -130,8 +150,8 @@ bool starts_with_int(PyObject* sequence) {
   return PySequence_Fast_GET_SIZE(sequence) > 0 && PyLong_CheckExact(PySequence_Fast_GET_ITEM(sequence, 0));
 }
 
-// As `keys.exact`; tensors by what stands for their shape and dtype where they may stand there.
-Ref exact(Way* way, PyObject* value, bool tensors) {
+// As `keys.exact`, for what holds no tensors.
+Ref exact(Way* way, PyObject* value) {
   if (value == Py_None || PyLong_CheckExact(value) || PyUnicode_CheckExact(value)) return Ref::to(value);
   if (PyBool_Check(value)) return Ref::to(value == Py_True ? true_text : false_text);
   if (PyFloat_CheckExact(value)) return Ref(must(PyObject_CallMethodNoArgs(value, names.hex)));
@@ -140,14 +160,9 @@ Ref exact(Way* way, PyObject* value, bool tensors) {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(value);
     Ref made(must(PyTuple_New(n)));
     for (Py_ssize_t i = 0; i < n; ++i) {
-      PyTuple_SET_ITEM(made.get(), i, exact(way, PySequence_Fast_GET_ITEM(value, i), tensors).release());
+      PyTuple_SET_ITEM(made.get(), i, exact(way, PySequence_Fast_GET_ITEM(value, i)).release());
     }
     return made;
-  }
-  if (tensors && is_plain(way, Py_TYPE(value))) {
-    const at::Tensor& tensor = THPVariable_Unpack(value);
-    if (tensor.is_nested() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) throw Unusual{};
-    return Ref::to(shape_of(way, tensor, false).brief.get());
   }
   if (is_constant(way, Py_TYPE(value))) return Ref::to(value);
   throw Unusual{};
@@ -160,7 +175,7 @@ PyObject* the_long_way(PyObject* self, PyObject* func, PyObject* types, PyObject
       self, names.dispatch, func, types, args, kwargs == nullptr ? Py_None : kwargs, nullptr);
 }
 
-// Null where the overload has not been met.
+// Null where the overload has not been met. Needs the interpreter lock where it is not known yet.
 const Info* info_of(Way* way, PyObject* func) {
   auto found = way->known->find(func);
   if (found != way->known->end()) return &found->second;
@@ -169,9 +184,16 @@ const Info* info_of(Way* way, PyObject* func) {
   if (info == nullptr) return nullptr;
   Info made{Ref::to(info), attribute(info, names.call), attribute(info, names.base),
             truth(info, names.direct), truth(info, names.quick), truth(info, names.selected),
-            truth(info, names.random)};
+            truth(info, names.random), whole(info, names.dropout)};
   return &way->known->emplace(func, std::move(made)).first->second;
 }
+
+// Whether what an op is told by leads here; else it is for Python to say.
+bool goes_here(const Way* way, const Info& info) {
+  return way->values ? info.quick : info.direct || !info.selected;
+}
+
+bool is_noted(const Way* way, const Info& info) { return way->values || info.direct; }
 
 // Tells the tracer of the Python error that is set; false where it has to go on.
 bool tell(Way* way) {

@@ -110,6 +110,81 @@ def test_the_compiled_mode_is_the_one_that_runs(tmp_path: Path, save: str) -> No
     assert type(mode).__name__ == wanted
 
 
+@pytest.fixture
+def through_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops come to `__torch_dispatch__`, as with another torch."""
+    for mode in native._modes(extension.find()).values():  # type: ignore[arg-type]
+        monkeypatch.setattr(mode, "started", lambda self: None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save", ["meta", "stats"])
+@pytest.mark.parametrize("name", ["caches", "outs_and_lists", "numbers", "attention", "modes", "layouts"])
+def test_through_python_the_records_are_the_same(
+    tmp_path: Path, name: str, save: str, monkeypatch: pytest.MonkeyPatch, through_python: None
+) -> None:
+    def run(path: Path) -> None:
+        torch.manual_seed(0)
+        model = Program(FUNCTIONS[name])
+        with torch.no_grad(), dt.record(path, model, save=save, on_error="raise"):
+            for _ in range(3):
+                model(batch())
+
+    with torch.no_grad():
+        Program(FUNCTIONS[name])(batch())
+    check_meta(tmp_path, run, monkeypatch)
+
+
+@pytest.mark.parametrize("save", ["meta", "stats"])
+def test_through_python_an_exception_is_the_programs_own(
+    tmp_path: Path, save: str, through_python: None
+) -> None:
+    test_an_exception_is_the_programs_own(tmp_path, save)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other versions go through Python")
+@pytest.mark.parametrize("save", ["meta", "stats"])
+def test_plain_ops_do_not_go_through_python(
+    tmp_path: Path, save: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, seen = Doubling(), torch.ones(4, 8), []
+    with torch.no_grad(), dt.record(tmp_path / "t", model, save=save, on_error="raise") as recording:
+        mode = type(torch.utils._python_dispatch._get_current_dispatch_mode())
+        plain_way = mode.__torch_dispatch__
+        model(x)  # overloads are met
+
+        def spy(self: Any, func: Any, *rest: Any) -> Any:
+            seen.append(str(func))
+            return plain_way(self, func, *rest)
+
+        monkeypatch.setattr(mode, "__torch_dispatch__", spy)
+        model(x)
+        assert seen == []
+        with torch.utils._python_dispatch._pop_mode_temporarily() as popped:  # put back by Python
+            assert type(popped) is mode
+        model(x)
+        assert seen == []
+        if save == "stats":  # a write is not the plain case there
+            with recording.step():
+                torch.ones(4).add_(1)
+            assert "aten.add_.Tensor" in seen
+
+
+@pytest.mark.parametrize("save", ["meta", "stats"])
+def test_recordings_within_one_another(tmp_path: Path, save: str) -> None:
+    outer, inner, x = Doubling(), Doubling(), torch.ones(4, 8)
+    with torch.no_grad(), dt.record(tmp_path / "outer", outer, save=save, on_error="raise"):
+        wanted = outer(x)
+        with dt.record(tmp_path / "inner", inner, save=save, on_error="raise"):
+            assert torch.equal(outer(x), wanted)
+            inner(x)
+        assert torch.equal(outer(x), wanted)
+    for name, steps in (("outer", 3), ("inner", 1)):
+        (rank,) = open_ranks(tmp_path / name)
+        found = [record.op for record in rank.records() if record.kind == "op" and record.module == ""]
+        assert found == ["aten.mul", "aten.add"] * steps, name
+
+
 @pytest.mark.parametrize("save", ["meta", "stats"])
 def test_an_exception_is_the_programs_own(tmp_path: Path, save: str) -> None:
     model, x = Doubling(), torch.ones(4, 8)

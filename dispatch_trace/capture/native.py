@@ -1,7 +1,10 @@
 """The two modes that note rows, with the way of an op compiled (extension.cpp).
 
-Guarantees: rows, keys and facts are those of `values` and `meta`, whose methods do all that is not the plain
-case; where nothing is compiled those modes run as they are.
+With the torch that it knows, an op does not come to Python at all (extension_direct.h); with others it comes
+to the compiled `__torch_dispatch__`.
+
+Guarantees: rows and facts are those of `values` and `meta`, whose methods do all that is not the plain case;
+where nothing is compiled those modes run as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ def _modes(module: ModuleType) -> dict[type[OpRecorder], type[OpRecorder]]:
 
 def _value_mode(module: ModuleType) -> type[ValueRecorder]:
     class NativeValueRecorder(ValueRecorder):
-        __torch_dispatch__ = module.value_dispatch
+        __torch_dispatch__ = module.dispatch
+        started, stopped = module.started, module.stopped
         inputs_of = module.value_inputs
         note_module = module.value_note_module
         plain_inputs_of = ValueRecorder.inputs_of
@@ -49,17 +53,28 @@ def _value_mode(module: ModuleType) -> type[ValueRecorder]:
             held = (*known, Content, StorageEntry, introduce, NO_TENSOR, Leaves)
             self._native = _way(module, self, held, keep=self._keep, shares=storages.may_share())
             super().start()
+            self.started()
+
+        def stop(self) -> None:
+            super().stop()
+            self.stopped()
 
     return NativeValueRecorder
 
 
 def _meta_mode(module: ModuleType) -> type[MetaRecorder]:
     class NativeMetaRecorder(MetaRecorder):
-        __torch_dispatch__ = module.meta_dispatch
+        __torch_dispatch__ = module.dispatch
+        started, stopped = module.started, module.stopped
 
         def start(self) -> None:
             self._native = _way(module, self, (None,) * 8)
             super().start()
+            self.started()
+
+        def stop(self) -> None:
+            super().stop()
+            self.stopped()
 
     return NativeMetaRecorder
 
