@@ -61,6 +61,7 @@ def iterate(
     execution: Execution | None = None,
     inputs: bool = False,
     leaf: Leaf | None = None,
+    resizes: bool = False,
     records: Sequence[StoredRecord] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[StoredRecord, Values]]:
@@ -72,13 +73,15 @@ def iterate(
       inputs: also hand out what ops read (`in.…` slots; a copy where the op overwrites it).
       leaf: called with (content, slot) of what is read from the recording; gives the value to take
         instead, or None for the recorded one.
+      resizes: what comes out in another size than recorded, as behind a decision that falls otherwise here,
+        goes on in that size; else the recorded result stands in, or what reads it does not run.
       records: all of the rank in order, where somebody has read them already.
     Yields: a record and its tensors by slot name: outputs and written arguments of ops, outputs of modules
       and inline captures. They are views of live memory, valid until the next step: clone what you keep.
     Raises:
       NotExecutableError: the trace holds no data of leaves.
     """
-    run = Run(reader, dtype, Execution() if execution is None else execution, leaf=leaf)
+    run = Run(reader, dtype, Execution() if execution is None else execution, leaf=leaf, resizes=resizes)
     yield from _steps(run, until=until, inputs=inputs, records=records, progress=progress)
 
 

@@ -10,7 +10,8 @@ a storage grows by the ratio of the sizes; integers, bool and float8 stay as the
 is looked at through two dtypes of different width (`view.dtype`) has one block for each width; what was
 written through one reaches the other in the recorded precision.
 
-What has no geometry of its own (sparse, nested, quantised, meta tensors) is kept whole, as an object.
+What has no geometry of its own (sparse, nested, quantised, meta tensors) is kept whole, as an object. So is
+what came out in another size than recorded, and every view of it: there the recorded geometry is but a name.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ class Memory:
         self.wide = wide
         self._blocks: dict[int, dict[str, _Block]] = {}
         self._objects: dict[int, torch.Tensor] = {}
+        # Of other sizes than recorded; None where two tensors have one recorded geometry.
+        self._resized: dict[int, dict[Geometry, torch.Tensor | None]] = {}
         self._contents: dict[int, dict[Geometry, int]] = {}  # what was loaded and not written since
         self._missing: set[int] = set()
         # Of storages of which unwritten memory was loaded: its dtype, and which elements were written since.
@@ -149,7 +152,13 @@ class Memory:
         """Whether there is a value to read at `slot`."""
         if slot.storage in self._missing and not self.is_loaded(slot):
             return False
+        if slot.storage in self._resized:
+            return self._resized[slot.storage].get(geometry(slot)) is not None
         return slot.storage in (self._blocks if has_geometry(slot) else self._objects)
+
+    def is_resized(self, slot: StoredSlot) -> bool:
+        """Whether what lies in the storage of `slot` came out in another size than recorded."""
+        return slot.storage in self._resized
 
     def read(self, slot: StoredSlot) -> torch.Tensor:
         """The tensor of `slot` as the program held it: a view of live memory, or the object kept for it.
@@ -157,6 +166,9 @@ class Memory:
         Raises:
           KeyError: nothing was put there.
         """
+        resized = self._resized.get(slot.storage, {}).get(geometry(slot))
+        if resized is not None:
+            return resized
         if has_geometry(slot):
             return self._view(slot)
         if slot.device == "meta" and slot.strides is not None:
@@ -191,6 +203,7 @@ class Memory:
           value: [*slot.shape], in the recorded dtype.
         """
         value = self._widen(value)
+        self._resized.pop(slot.storage, None)
         if has_geometry(slot):
             if slot.uninitialised:
                 value = self._beside_written(slot, value)
@@ -291,6 +304,19 @@ class Memory:
         self.touch(slot)
         return view, note
 
+    def keep_resized(self, slot: StoredSlot, result: torch.Tensor) -> None:
+        """Keeps what an op returned for a slot that the recording gives another size, or a view of such.
+
+        Args:
+          slot: an output slot of a plain strided tensor; result: of any shape.
+        """
+        held = self._resized.setdefault(slot.storage, {})
+        result, place = self._widen(result), geometry(slot)
+        known = held.setdefault(place, result)
+        if known is not None and known is not result and not _is_same(known, result):
+            held[place] = None
+        self._missing.discard(slot.storage)
+
     def _widen(self, value: torch.Tensor) -> torch.Tensor:
         if not self.wide or value.is_quantized:
             return value
@@ -351,6 +377,7 @@ class Memory:
         for number in numbers:
             self._blocks.pop(number, None)
             self._objects.pop(number, None)
+            self._resized.pop(number, None)
             self._contents.pop(number, None)
             self._missing.discard(number)
             self._written.pop(number, None)
@@ -373,6 +400,12 @@ def _is_whole(slot: StoredSlot) -> bool:
 def geometry(slot: StoredSlot) -> Geometry:
     """What two slots that stand for one tensor have in common."""
     return (slot.storage, slot.offset, slot.shape, slot.strides, slot.dtype, slot.layout)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors show the same elements of one memory."""
+    places = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (one, other)]
+    return one.numel() > 0 and places[0] == places[1]
 
 
 def _same_strides(tensor: torch.Tensor, slot: StoredSlot) -> bool:

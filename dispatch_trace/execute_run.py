@@ -114,6 +114,7 @@ class Run:
         *,
         compare: bool = True,
         leaf: Leaf | None = None,
+        resizes: bool = False,
     ) -> None:
         if dtype not in (None, torch.float64):
             raise NotExecutableError(f"a trace runs in its own precision or in float64, not in {dtype}")
@@ -126,6 +127,7 @@ class Run:
         self._decode = Decoder(self.memory.dtype, self._items if self.wide else {})
         self._compare = compare and not self.wide
         self._leaf = leaf
+        self._resizes = resizes
         self._taint: dict[int, str] = {}  # storage -> why what it holds may differ
         self._settings = _settings(reader.header, self.memory.dtype)
         self._unrestored = _unrestored(reader.header)
@@ -347,6 +349,8 @@ class Run:
         values: Values = {}
         memory = self.memory
         inputs = frozenset(storage_id(t) for t in tensors if t is not None)
+        if any(memory.is_resized(slot) for slot in record.slots if slot.role == "in"):
+            self._count_results(record, results)
         for slot in record.slots:
             if slot.role == "in":
                 continue
@@ -358,7 +362,10 @@ class Run:
                 memory.touch(slot)
             elif slot.name in results:
                 result = results[slot.name]
-                if has_geometry(slot) and tuple(result.shape) != slot.shape:
+                resized = has_geometry(slot) and tuple(result.shape) != slot.shape
+                if self._resizes and (resized or memory.is_resized(slot)):
+                    memory.keep_resized(slot, result)
+                elif resized:
                     self.execution.skipped[
                         record.overload, "the shape depends on values and came out different"
                     ] += 1
@@ -374,6 +381,16 @@ class Run:
             if memory.holds(slot) or slot.device == "meta":
                 values[slot.name] = memory.read(slot)
         return values
+
+    def _count_results(self, record: StoredRecord, results: dict[str, Any]) -> None:
+        """Notes that an op has more or fewer results than recorded: what was done with each is not there."""
+        recorded = {slot.name for slot in record.slots if slot.role == "out" and "[" in slot.name}
+        made = {name for name in results if "[" in name}
+        if recorded and made != recorded:
+            self.execution.skipped[record.overload, "as many results as values say, other than recorded"] += 1
+            for slot in record.slots:
+                if slot.name in recorded - made:
+                    self.memory.lose(slot)
 
     def _number(self, record: StoredRecord, slot: StoredSlot, result: Any) -> None:
         """A plain number that the op returned (`.item()`, `equal`)."""

@@ -73,6 +73,19 @@ DISCRETE = _names(
     fake_quantize_per_channel_affine_cachemask
     """
 )
+# How many elements come out, and which, follows from values.
+SIZED_BY_VALUES = _names(
+    """
+    nonzero masked_select unique _unique2 unique_consecutive unique_dim repeat_interleave
+    """
+)
+# The result is the first operand with other values in some places.
+WRITE_INTO = _names(
+    """
+    index_put _index_put_impl _unsafe_index_put index_copy index_add index_fill index_reduce scatter
+    scatter_add scatter_reduce masked_scatter copy slice_scatter select_scatter
+    """
+)
 # How far an error may grow is not known from norms.
 ILL_CONDITIONED = _names(
     """

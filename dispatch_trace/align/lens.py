@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dispatch_trace.align.canon import short
+from dispatch_trace.align.canon import SIZED_BY_VALUES, WRITE_INTO, short
 from dispatch_trace.align.steps import StepKey
 from dispatch_trace.schema import StoredContent, StoredRecord, StoredSlot
 from dispatch_trace.store.mapped import Mapped
@@ -53,6 +53,8 @@ class StepLens(ReaderView):
             slot.content for record in reader.records(kind="param") for slot in record.slots
         )
         self._cache_dims: dict[int, int] = {}
+        self._picked: set[int] = set()
+        self._picked_storages: set[int] = set()
         self.left_out = 0
 
     @property
@@ -68,6 +70,7 @@ class StepLens(ReaderView):
             elif key in self._shown or (self._outside and record.step < 0):
                 seen = replace(record, slots=tuple(self._slot(key, slot) for slot in record.slots))
                 self._note_cache(seen)
+                self._note_picked(seen)
                 yield seen
             elif key in self._leaving:
                 self.left_out += 1
@@ -80,6 +83,10 @@ class StepLens(ReaderView):
     def cache_dim(self, content: int) -> int | None:
         """The dim of the keys, where a content is a cache that is written in place, or rows of one."""
         return self._cache_dims.get(content)
+
+    def is_picked(self, content: int) -> bool:
+        """Whether values of the step, those of all its tokens, say which elements a content holds."""
+        return content in self._picked
 
     def content(self, id: int) -> StoredContent:
         return replace(self._whole.content(id % STRIDE), id=id)
@@ -122,6 +129,20 @@ class StepLens(ReaderView):
         for slot in slots.values():
             if slot.content >= 0 and len(slot.shape) == len(source.shape) and slot.name in _CACHE_SLOTS:
                 self._cache_dims[slot.content] = dim
+
+    def _note_picked(self, record: StoredRecord) -> None:
+        """Elements that values picked (`nonzero`), and what is made of them until they are put in place."""
+        name = short(record.op)
+        if record.kind != "op":
+            return
+        reads = [slot for slot in record.slots if slot.role == "in" and slot.storage >= 0]
+        reads = reads[:1] if name in WRITE_INTO else reads
+        if name not in SIZED_BY_VALUES and not any(s.storage in self._picked_storages for s in reads):
+            return
+        for slot in record.slots:
+            if slot.role != "in" and slot.storage >= 0:
+                self._picked.add(slot.content)
+                self._picked_storages.add(slot.storage)
 
 
 def whole_of(reader: RankReader) -> RankReader:

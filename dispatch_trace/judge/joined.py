@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dispatch_trace.align.canon import dtype_class, short
+from dispatch_trace.align.canon import SIZED_BY_VALUES, dtype_class, short
 from dispatch_trace.align.graph import Program, Value
 from dispatch_trace.align.pairs import Pairing, Progress
 from dispatch_trace.align.summaries import SKETCH_FLOOR
@@ -33,6 +33,7 @@ from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.faulty import with_faults
 from dispatch_trace.judge.findings import Finding, Judgement, demoted
 from dispatch_trace.judge.golden import Golden
+from dispatch_trace.judge.resized import laid_out_otherwise, sized_otherwise
 from dispatch_trace.judge.sites import Sites
 from dispatch_trace.judge.verdict import Output, RoundJudge
 from dispatch_trace.judge.verdict import judge as judge_by_estimates
@@ -50,18 +51,6 @@ _NUMERICAL = frozenset({"introduced", "nonfinite", "uninitialised", "nondetermin
 # (BLAME.md section 2, a module body).
 _TOO_FAR = 8.0
 _MAX_HEALED = 20
-# Ops whose result has as many elements as the values of their operands say.
-_SIZED_BY_VALUES = frozenset(
-    [
-        "nonzero",
-        "masked_select",
-        "unique",
-        "_unique2",
-        "unique_consecutive",
-        "unique_dim",
-        "repeat_interleave",
-    ]
-)
 
 
 def judge(
@@ -237,9 +226,9 @@ class _Joined:
         self._healed_leaves = twins.healed
         outputs = second.outputs
         fatal = [f for f in _signed(programs, "twins").findings if f.fatal]
-        resized = self._resized_by_flip()
-        if fatal and resized and any(f.seq >= resized for f in fatal):
-            why = "a decision fell the other way, and sizes depend on it"
+        resized = self._resized_by_flip() if fatal else 0
+        if resized and any(f.seq >= resized for f in fatal):
+            why = "a decision fell the other way, and the program was laid out by it"
             return _noticed(self._estimates, f"judged by estimates alone: {why}")
         if fatal:
             return self._other_program(fatal)
@@ -249,18 +238,18 @@ class _Joined:
         return _noticed(self._estimates, f"judged by estimates alone: {self._why_open(outputs)}")
 
     def _resized_by_flip(self) -> int:
-        """The first op of the target whose result's size depends on a decision that flipped; 0: none does."""
+        """The target's first op whose layout depends on a decision that flipped; 0: none does."""
         target = self._pairing.target
         sized = [
             seq
             for (seq, _), state in self._first.noise.states.items()
             if any(kind == "flip" for kind, _ in state.flags)
-            and short(target.records[seq].op) in _SIZED_BY_VALUES
+            and short(target.records[seq].op) in SIZED_BY_VALUES
         ]
         decided = self._decided_otherwise()
         if decided:
-            sized += [seq for seq in _sized_otherwise(self._pairing) if seq > decided]
-        return min(sized, default=0)
+            sized += [seq for seq in sized_otherwise(self._pairing) if seq > decided]
+        return laid_out_otherwise(self._pairing, min(sized)) if sized else 0
 
     def _decided_otherwise(self) -> int:
         """The first op of the target of which either run holds other integers than its recording; 0: none."""
@@ -401,25 +390,6 @@ class _Joined:
         if not list(outputs):
             return "no final output of the float64 runs could be compared"
         return "the float64 runs leave open whether the outputs agree"
-
-
-def _sized_otherwise(pairing: Pairing) -> list[int]:
-    """The target's first op of each call whose result has another size than the same op's of the reference.
-
-    A program that lays its data out by numbers that it read back has those of the recording, in float64 too.
-    """
-    found = []
-    for key, other in pairing.calls.items():
-        ours = pairing.target.calls[other].ops["fwd"]
-        for ref, target in zip(pairing.ref.calls[key].ops["fwd"], ours, strict=False):
-            if ref.op != target.op:
-                break
-            if [s.shape for s in ref.slots if s.role == "out"] != [
-                s.shape for s in target.slots if s.role == "out"
-            ]:
-                found.append(target.seq)
-                break
-    return found
 
 
 def _is_settled(reason: str) -> bool:

@@ -115,6 +115,7 @@ class TwinTrace(Singly):
                 execution=execution,
                 inputs=True,
                 leaf=lambda content, _: self._leaf(content),
+                resizes=True,
                 records=records,
                 progress=progress,
             )
