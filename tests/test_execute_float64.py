@@ -59,6 +59,46 @@ def test_memory_grows_though_somebody_has_looked_at_it_through_numpy(tmp_path: P
     assert torch.equal(value, batch().double().repeat(2, 1) * 3)
 
 
+def test_what_values_size_goes_on_in_its_own_size(tmp_path: Path) -> None:
+    def program(m: Any, x: Any) -> Any:
+        found = (x[0] > 0).nonzero()
+        (place,) = found.unbind(1)
+        part = x[:, place]
+        part[:1].mul_(2)
+        return torch.zeros_like(x).index_add_(1, place, part.t().contiguous().t() + 1)
+
+    rank, x = record(tmp_path / "t", program), batch()
+    other = x.flip(1).double() + 0.5
+    expected = program(None, other)
+    for resizes in (True, False):
+        done, last = execute.Execution(), None
+        runs = execute.iterate(
+            rank, dtype=torch.float64, execution=done, leaf=lambda content, slot: other, resizes=resizes
+        )
+        for step, found in runs:
+            if step.kind == "module":
+                last = found["out"].clone() if "out" in found else None
+        if resizes:
+            assert not done.skipped and last is not None and torch.equal(last, expected)
+        else:
+            assert done.skipped, "it came out in the recorded size: no test of it"
+
+
+def test_another_number_of_results_is_counted(tmp_path: Path) -> None:
+    def program(m: Any, x: Any) -> Any:
+        return sum(x[0, place] for (place,) in (x[0] > 0).nonzero().unbind(0))
+
+    rank, done = record(tmp_path / "t", program), execute.Execution()
+    runs = execute.iterate(
+        rank,
+        dtype=torch.float64,
+        execution=done,
+        leaf=lambda content, slot: batch().double().abs(),
+        resizes=True,
+    )
+    assert len(list(runs)) and any("as many results" in why for _, why in done.skipped)
+
+
 def test_aliases_alias_and_bit_views_go_through_the_recorded_precision(tmp_path: Path) -> None:
     def program(m: Any, x: Any) -> Any:
         y = x / 3

@@ -188,6 +188,8 @@ def test_every_case_is_what_it_claims_to_be(arch: str, tmp_path: Path) -> None:
         ("phi-weight_row_zeroed-0", 3, "stats", "mixed", {"located"}),
         # Rows of requests take data, which leaves give back.
         ("qwen-cached_decode-0", 2, "leaves", "fp32", {"match"}),
+        # One token alone runs other experts than those of the prompt it stands in, one of them as often.
+        ("mixtral-cached_decode-0", 11, "leaves", "mixed", {"match", "inconclusive"}),
     ],
 )
 def test_what_was_once_missed_or_raised_an_alarm(

@@ -73,6 +73,14 @@ DISCRETE = _names(
     fake_quantize_per_channel_affine_cachemask
     """
 )
+# Beside elements that hardly change, integers that say which they are: these are decisions.
+CHOOSING = _names(
+    """
+    max min cummax cummin median nanmedian max_pool1d_with_indices max_pool2d_with_indices
+    max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    fractional_max_pool2d fractional_max_pool3d
+    """
+)
 # How many elements come out, and which, follows from values.
 SIZED_BY_VALUES = _names(
     """
@@ -184,6 +192,12 @@ def dtype_class(dtype: str) -> str:
     if dtype.startswith("complex"):
         return "c"
     return "b" if dtype == "bool" else "i"
+
+
+def decides(record: StoredRecord, out: StoredSlot) -> bool:
+    """Whether a result is integers that an op made of what it compared: noise may turn them into others."""
+    name = short(record.op)
+    return (name in DISCRETE or name in CHOOSING) and dtype_class(out.dtype) in "ib"
 
 
 def is_empty(record: StoredRecord) -> bool:

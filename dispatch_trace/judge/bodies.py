@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dispatch_trace import execute
-from dispatch_trace.align.canon import DISCRETE, dtype_class, is_factory, short
+from dispatch_trace.align.canon import DISCRETE, decides, dtype_class, is_factory, short
 from dispatch_trace.align.graph import Call, Value, slot_numel
 from dispatch_trace.align.lens import StepLens, whole_of
 from dispatch_trace.align.pairs import module_slots
@@ -426,7 +426,7 @@ def _floats(value: torch.Tensor, slot: StoredSlot) -> bool:
 
 def _decides(record: StoredRecord) -> bool:
     floats = any(s.role == "in" and dtype_class(s.dtype) in "f8" for s in record.slots if s.is_tensor)
-    return floats and short(record.op) in DISCRETE
+    return floats and (short(record.op) in DISCRETE or any(decides(record, s) for s in record.slots))
 
 
 def _border(record: StoredRecord) -> float:

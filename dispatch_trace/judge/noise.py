@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from dispatch_trace.align.canon import DISCRETE, dtype_class, is_empty, is_factory, short
+from dispatch_trace.align.canon import DISCRETE, decides, dtype_class, is_empty, is_factory, short
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.flow import Flow, has_inputs
 from dispatch_trace.align.graph import Call, CallKey, Origin, Program, Value, slot_numel
@@ -252,7 +252,7 @@ class NoisePass:
             if within(difference, strict):
                 # Behind something wrong even the free part is not noise: what a flip excuses stays one.
                 state.flags = frozenset(f for f in budget.flags if budget.tainted and f[0] == "flip")
-            if _decides(record, out) and difference.rho and self._flipped(record, out, budget):
+            if decides(record, out) and difference.rho and self._flipped(record, out, budget):
                 state.flags |= {("flip", record.seq)}  # integers within the band are others all the same
             state.tainted = False
             if ref_noise > GARBAGE:  # what is predicted of the reference would excuse anything
@@ -293,7 +293,7 @@ class NoisePass:
 
     def _flipped(self, record: StoredRecord, out: StoredSlot, budget: Budget) -> bool:
         """A decision that fell the other way because of noise in what it was made on."""
-        if self.exact or budget.tainted or not _decides(record, out):
+        if self.exact or budget.tainted or not decides(record, out):
             return False
         inputs = [s for s in self.pairing.target.inputs(record) if dtype_class(s.dtype) in "fc8"]
         return any(self.slot_noise(record, s)[0] > 0 for s in inputs)
@@ -597,11 +597,6 @@ class NoisePass:
                 if roundoff(dtype) > max(allowed, source) > 0:
                     return _cast_record(self.pairing.target, origin, dtype)
         return 0
-
-
-def _decides(record: StoredRecord, out: StoredSlot) -> bool:
-    """Whether an op makes integers of what it compares. Asked first: it is the same in all steps."""
-    return short(record.op) in DISCRETE and dtype_class(out.dtype) in "ib"
 
 
 def within(difference: Difference, limit: float) -> bool:

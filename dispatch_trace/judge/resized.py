@@ -17,6 +17,8 @@ from dispatch_trace.align.canon import short
 from dispatch_trace.align.pairs import Pairing
 from dispatch_trace.schema import StoredRecord
 
+# Arguments that number dims: no size, and no place among what was chosen.
+_DIMS = frozenset({"dim", "dims", "dim0", "dim1", "axis"})
 # Ops that hand numbers to the program.
 _READ_BACK = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero"})
 
@@ -72,7 +74,8 @@ def _by_name(records: Sequence[StoredRecord]) -> dict[str, list[StoredRecord]]:
 def _form(record: StoredRecord) -> tuple[str, int, bool]:
     """What an op was told in numbers, how many results it has, and whether they are empty."""
     outs = _sizes(record)
-    return repr([_numbers(value) for _, value in record.args]), len(outs), any(0 in shape for shape in outs)
+    told = [_numbers(value) for name, value in record.args if name not in _DIMS]
+    return repr(told), len(outs), any(0 in shape for shape in outs)
 
 
 def _numbers(value: Any) -> Any:
