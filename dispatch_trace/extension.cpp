@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "extension_calls.h"
 #include "extension_direct.h"
 
 namespace {
@@ -87,7 +88,8 @@ PyObject* value_inputs(PyObject*, PyObject* const* given, Py_ssize_t n) {
   }
 }
 
-PyObject* value_note_module(PyObject*, PyObject* const* given, Py_ssize_t n) {
+template <void (*noted)(PyObject*, Way*, PyObject*, PyObject*, PyObject*)>
+PyObject* note_call(PyObject*, PyObject* const* given, Py_ssize_t n) {
   if (n != 3 && n != 4) {
     PyErr_SetString(PyExc_TypeError, "expected frame, out and note");
     return nullptr;
@@ -98,13 +100,40 @@ PyObject* value_note_module(PyObject*, PyObject* const* given, Py_ssize_t n) {
     Way* way = way_of(given[0], holds);
     bool goes_on = guarded(way, [&] {
       try {
-        note_module(given[0], way, given[1], given[2], note);
+        noted(given[0], way, given[1], given[2], note);
       } catch (const Unusual&) {
         Ref done(must(PyObject_CallMethodObjArgs(given[0], names.plain_note_module, given[1], given[2], note,
                                                  nullptr)));
       }
     });
     if (!goes_on) return nullptr;
+  } catch (const Raised&) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* enter_call(PyObject*, PyObject* const* given, Py_ssize_t n) {
+  if (n != 5) {
+    PyErr_SetString(PyExc_TypeError, "expected site, module, args and kwargs");
+    return nullptr;
+  }
+  try {
+    Ref holds;
+    return enter(given[0], way_of(given[0], holds), given[1], given[2], given[3], given[4]).release();
+  } catch (const Raised&) {
+    return nullptr;
+  }
+}
+
+PyObject* leave_call(PyObject*, PyObject* const* given, Py_ssize_t n) {
+  if (n != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected frame and out");
+    return nullptr;
+  }
+  try {
+    Ref holds;
+    leave(given[0], way_of(given[0], holds), given[1], given[2]);
   } catch (const Raised&) {
     return nullptr;
   }
@@ -164,8 +193,10 @@ PyObject* plain(PyObject*, PyObject* value) {
 PyObject* new_way(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* held;
   long long is_new, is_leaf;
-  int keep, shares;
-  if (!PyArg_ParseTuple(args, "O!LLpp", &PyTuple_Type, &held, &is_new, &is_leaf, &keep, &shares)) return nullptr;
+  int inputs, keep, shares;
+  if (!PyArg_ParseTuple(args, "O!LLppp", &PyTuple_Type, &held, &is_new, &is_leaf, &inputs, &keep, &shares)) {
+    return nullptr;
+  }
   if (PyTuple_GET_SIZE(held) != static_cast<Py_ssize_t>(NUM_HELD)) {
     PyErr_Format(PyExc_TypeError, "expected %zu objects", NUM_HELD);
     return nullptr;
@@ -180,6 +211,7 @@ PyObject* new_way(PyTypeObject* type, PyObject* args, PyObject*) {
   way->is_leaf = is_leaf;
   way->values = way->held.storages != Py_None;
   way->thread = this_thread();
+  way->wants_inputs = inputs != 0;
   way->keep = keep != 0;
   way->shares = shares != 0;
   way->known = new std::unordered_map<PyObject*, Info>();
@@ -251,7 +283,11 @@ PyMODINIT_FUNC PyInit_dispatch_trace_extension() {
       !add_method<started>(module.get(), "started", "The mode has been put on this thread's stack.") ||
       !add_method<stopped>(module.get(), "stopped", "The mode has been taken off this thread's stack.") ||
       !add_method<value_inputs>(module.get(), "value_inputs", "As ValueRecorder.inputs_of.") ||
-      !add_method<value_note_module>(module.get(), "value_note_module", "As ValueRecorder.note_module.")) {
+      !add_method<note_call<note_module>>(module.get(), "value_note_module", "As ValueRecorder.note_module.") ||
+      !add_method<note_call<note_shapes_of_module>>(module.get(), "meta_note_module",
+                                                    "As MetaRecorder.note_module.") ||
+      !add_method<enter_call>(module.get(), "enter", "As RowRecorder.enter.") ||
+      !add_method<leave_call>(module.get(), "leave", "As RowRecorder.leave.")) {
     return nullptr;
   }
   return module.release();

@@ -111,6 +111,17 @@ Ref leaves_of_inputs(PyObject* self, Way* way, PyObject* args, PyObject* kwargs)
   return leaves;
 }
 
+// Appends the row of a module call that has returned.
+void append_module(PyObject* self, Way* way, PyObject* frame, PyObject* body, PyObject* facts) {
+  Ref seq = next_seq(self, way);
+  Ref row = untracked(tuple_of(body, seq.get(), frame, zero, way->held.thread, Py_None, facts));
+  check(PyList_Append(way->held.rows, row.get()));
+  if (PyList_GET_SIZE(way->held.rows) > MANY_ROWS) {
+    Ref writer = attribute(way->held.tracer, names.writer);
+    Ref done(must(PyObject_CallMethodOneArg(writer.get(), names.put_rows_of, self)));
+  }
+}
+
 // As `ValueRecorder.note_module`; Unusual where that has to do it.
 void note_module(PyObject* self, Way* way, PyObject* frame, PyObject* out, PyObject* note) {
   Ref inputs = attribute(frame, names.inputs);
@@ -138,14 +149,7 @@ void note_module(PyObject* self, Way* way, PyObject* frame, PyObject* out, PyObj
     Ref returned = has_flags ? with_item(fact, 5, zero) : Ref::to(fact);
     check(PyList_Append(facts.get(), returned.get()));
   }
-  Ref seq = next_seq(self, way);
-  Ref row =
-      untracked(tuple_of(body.get(), seq.get(), frame, zero, way->held.thread, Py_None, facts.get()));
-  check(PyList_Append(way->held.rows, row.get()));
-  if (PyList_GET_SIZE(way->held.rows) > MANY_ROWS) {
-    Ref writer = attribute(way->held.tracer, names.writer);
-    Ref done(must(PyObject_CallMethodOneArg(writer.get(), names.put_rows_of, self)));
-  }
+  append_module(self, way, frame, body.get(), facts.get());
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // What is noted of an op that has run, by the mode of its thread.
 #pragma once
 
-#include "extension_modules.h"
+#include "extension_values.h"
 
 namespace {
 

@@ -54,14 +54,18 @@ void check(int code) {
 }
 
 // Interned names, made once.
-#define NAMES(X) X(_announce) X(_credit) X(_internal) X(_native) X(_new_body) X(_next_number)           \
-  X(_note) X(_purge_at) X(_record) X(_schema) X(_snapshot) X(active) X(alignment) X(base) X(busy) X(call)          \
-  X(contents) X(counts) X(definitions) X(direct) X(dispatch) X(dropout) X(facts) X(fault)               \
-  X(find_source) X(frame) X(hex) X(id) X(inputs) X(keep_data) X(key) X(last) X(leaf) X(leaves)          \
-  X(module) X(nbytes) X(num_bytes) X(name) X(name_geometry) X(number) X(op) X(origin) X(overload_name) X(parameters)           \
-  X(plain_inputs_of) X(plain_note_module) X(purge) X(put_rows_of) X(quick) X(random) X(ready)           \
-  X(records_ops) X(selected) X(shares_bodies) X(summarise) X(tensor) X(told) X(values) X(version)       \
-  X(versions) X(weak) X(writer) X(writes)
+#define NAMES(X) X(_announce) X(_backward_hooks) X(_backward_pre_hooks) X(_call_impl) \
+  X(_compiled_call_impl) X(_credit) X(_forward_hooks) X(_forward_pre_hooks) X(_internal) X(_native) \
+  X(_new_body) X(_next_number) X(_note) X(_purge_at) X(_record) X(_schema) X(_snapshot) X(active) \
+  X(alignment) X(base) X(busy) X(call) X(calls) X(calls_of) X(contents) X(counters) X(counts) \
+  X(definitions) X(direct) X(dispatch) X(dropout) X(facts) X(fault) X(find_source) X(forward) \
+  X(frame) X(fwd) X(hex) X(id) X(inputs) X(inputs_of) X(is_root) X(keep_data) X(key) X(last) X(leaf) \
+  X(leaves) X(locked) X(mode) X(model) X(module) X(name) X(name_geometry) X(nbytes) X(note_module) \
+  X(num_bytes) X(number) X(op) X(opened) X(origin) X(overload_name) X(parameters) X(parent) X(path) \
+  X(phase) X(plain_inputs_of) X(plain_note_module) X(purge) X(put_rows_of) X(quick) X(random) \
+  X(ready) X(records_module) X(records_ops) X(rested) X(selected) X(shape) X(shares_bodies) X(step) \
+  X(summarise) X(tensor) X(told) X(upcoming) X(values) X(version) X(versions) X(weak) X(writer) \
+  X(writes)
 #define DECLARE(name) PyObject* name;
 struct Names {
   NAMES(DECLARE)

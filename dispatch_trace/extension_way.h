@@ -50,12 +50,13 @@ struct Way {
   PyObject_HEAD
   // Strong references, in one place for the garbage collector.
   struct Held {
-    PyObject *here, *infos, *bodies, *rows, *tracer, *state, *next, *thread, *site, *keywords, *plain,
-        *constants, *storages, *by_address, *items, *content, *entry, *introduce, *no_tensor,
-        *leaves, *finder;
+    PyObject *here, *infos, *bodies, *rows, *tracer, *state, *next, *thread, *written, *counting, *site,
+        *plain, *constants, *frame, *mark, *call_impl, *hooks, *storages, *by_address, *items, *content,
+        *entry, *introduce, *no_tensor, *leaves, *finder;
   } held;
   int64_t is_new, is_leaf;
   bool values;  // they are recorded
+  bool wants_inputs;  // of module calls
   bool keep;    // the data of each value
   bool shares;  // snapshots may be copy-on-write
   const void* thread;  // as `this_thread`: that of the mode

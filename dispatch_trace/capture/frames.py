@@ -7,11 +7,9 @@ numbers. Leaves to others what is recorded at a site (`ops`, `modules`) and how 
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,6 +26,9 @@ STEPS_KEPT = 64
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 
+StepCalls = dict[tuple[GradPhase, str], int]  # (phase, path) -> number of the last call
+
+
 class Frame:
     """One module call (or the room outside all calls), with the op counters of its own body.
 
@@ -38,6 +39,7 @@ class Frame:
       records_ops, records_module: whether the selection wants the ops of this body, and its return.
       counts: op base name -> how often it ran in this body.
       opened: record counter when the call was entered.
+      calls: see `Counters.calls_of`; None until a call inside asks for it.
       inputs: input slots, taken at entry; with `save="meta"` see `meta.inputs_of`.
       is_root: an outermost call of a root model.
       mode: the dispatch mode that was entered with the call, in a thread that had none.
@@ -49,6 +51,7 @@ class Frame:
 
     __slots__ = (
         "call",
+        "calls",
         "counts",
         "inputs",
         "is_root",
@@ -88,6 +91,7 @@ class Frame:
         self.records_module = records_module
         self.counts: dict[str, int] = {}
         self.opened = 0
+        self.calls: StepCalls | None = None
         self.inputs: Any = []
         self.is_root = False
         self.mode: Any = None
@@ -225,30 +229,38 @@ def resolve_path(candidates: list[tuple[str, str]], parent: Frame | None) -> tup
 
 
 class Counters:
-    """Call numbers of modules, per (model, step, grad phase), shared by all threads."""
+    """Call numbers of modules, per (model, step, grad phase), shared by all threads.
+
+    Attributes:
+      lock: held while a number is taken from `calls_of`.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._steps: dict[tuple[str, int], _StepCounters] = {}
 
     def _of(self, model: str, step: int) -> _StepCounters:
         return self._steps.get((model, step)) or self._steps.setdefault((model, step), _StepCounters())
 
-    def calls_of(self, model: str, step: int, phase: GradPhase, path: str) -> Calls:
-        """The count of a module's calls in a step; taking a number from it needs no lock."""
-        with self._lock:
-            return self._of(model, step).calls[phase, path]
+    def calls_of(self, model: str, step: int) -> StepCalls:
+        """The numbers of the last calls of all modules in a step."""
+        return self._of(model, step).calls
 
     def next_call(self, model: str, step: int, phase: GradPhase, path: str) -> int:
-        return self.calls_of(model, step, phase, path).take()
+        return self.next_of(self.calls_of(model, step), (phase, path))
+
+    def next_of(self, calls: StepCalls, key: tuple[GradPhase, str]) -> int:
+        with self.lock:
+            calls[key] = number = calls.get(key, -1) + 1
+        return number
 
     def recomputed_call(self, model: str, step: int, path: str) -> int:
         """Call of a recomputation that autograd does not name: the last forward one not yet redone."""
-        with self._lock:
+        with self.lock:
             counters = self._of(model, step)
             done = counters.recomputed.get(path, 0)
             counters.recomputed[path] = done + 1
-            return max(counters.calls["fwd", path].last - done, 0)
+            return max(counters.calls.get(("fwd", path), -1) - done, 0)
 
     def body(
         self, *, model: str, step: int, phase: GradPhase, path: str, call: int, records_ops: bool
@@ -277,32 +289,13 @@ class Counters:
         self._steps.pop((model, step), None)
 
 
-class Calls:
-    """Counts the calls of one module in one step.
-
-    Attributes:
-      next: gives each caller a number of its own, whatever its thread.
-      last: the number given last; -1 before the first.
-    """
-
-    __slots__ = ("last", "next")
-
-    def __init__(self) -> None:
-        self.next = itertools.count().__next__
-        self.last = -1
-
-    def take(self) -> int:
-        self.last = number = self.next()
-        return number
-
-
 class _StepCounters:
     """What is counted within one step of one model."""
 
     __slots__ = ("bodies", "calls", "recomputed")
 
     def __init__(self) -> None:
-        self.calls: defaultdict[tuple[GradPhase, str], Calls] = defaultdict(Calls)
+        self.calls: StepCalls = {}
         self.bodies: dict[tuple[GradPhase, str, int | None], Frame] = {}
         self.recomputed: dict[str, int] = {}
 
@@ -349,10 +342,10 @@ def in_checkpoint_recompute() -> bool:
 
 __all__ = [
     "STEPS_KEPT",
-    "Calls",
     "Counters",
     "Frame",
     "ModuleTable",
+    "StepCalls",
     "ThreadState",
     "forget_marks",
     "in_checkpoint_recompute",

@@ -12,7 +12,6 @@ carry the recorder into copies and pickles of the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from dispatch_trace.capture import meta
 from dispatch_trace.capture.compiled import Region, compile_context
 from dispatch_trace.capture.frames import (
     STEPS_KEPT,
-    Calls,
     Frame,
     ModuleTable,
     ThreadState,
@@ -29,6 +27,7 @@ from dispatch_trace.capture.frames import (
     mark_sequence,
     resolve_path,
 )
+from dispatch_trace.capture.plain_calls import Site, calls_forward_only
 from dispatch_trace.capture.regions import Regions, check_fresh, find_regions
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.nested import flatten, flatten_arguments
@@ -38,14 +37,6 @@ _current_node = torch._C._current_autograd_node
 _is_compiling = torch.compiler.is_compiling
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler: Any = torch.compiler
-_call_impl = torch.nn.Module._call_impl
-_num_function_modes = torch._C._len_torch_function_stack
-# Changed in place by those who register hooks for all modules.
-_hooks_before: Any = torch.nn.modules.module._global_forward_pre_hooks
-_hooks_after: Any = torch.nn.modules.module._global_forward_hooks
-_hooks_of_gradients: Any = torch.nn.modules.module._global_backward_hooks
-_hooks_before_gradients: Any = torch.nn.modules.module._global_backward_pre_hooks
-_is_tracing: Callable[[], Any] = torch._C._get_tracing_state
 
 
 class ModuleRecorder:
@@ -64,7 +55,7 @@ class ModuleRecorder:
         self._wrapper: Any = None
         self._wrapped_forwards: dict[type, Any] = {}
         self._bodies: dict[type, tuple[Any, Any]] = {}
-        self._sites: dict[int, _Site] = {}
+        self._sites: dict[int, Site] = {}
         self._skipped: set[int] = set()
 
     def install(self) -> None:
@@ -83,14 +74,14 @@ class ModuleRecorder:
                 return original(module, *args, **kwargs)
             body = bodies.get(type(module)) if plain else None
             if id(module) in skipped:
-                if body is not None and _calls_forward_only(module, body[0]):
+                if body is not None and calls_forward_only(module, body[0]):
                     return body[1](module, *args, **kwargs)
                 return original(module, *args, **kwargs)
             opened = begin(module, args, kwargs)
             if opened is None:
                 return original(module, *args, **kwargs)
             try:
-                if body is not None and _calls_forward_only(module, body[0]):
+                if body is not None and calls_forward_only(module, body[0]):
                     out = body[1](module, *args, **kwargs)
                 elif plain and module._compiled_call_impl is None:
                     out = module._call_impl(*args, **kwargs)
@@ -122,7 +113,7 @@ class ModuleRecorder:
             usual = usual and id(module) not in tracer.table.compiled
             if usual and body is not None and tracer.options.steps is None:
                 model, path = paths[0]
-                self._sites[id(module)] = _Site(model, path, *tracer.wanted(path, 0), *body)
+                self._sites[id(module)] = Site(model, path, *tracer.wanted(path, 0), *body)
         self._skipped.clear()
         self._skipped.update(self._far_from_selected())
         for number in self._skipped:
@@ -155,12 +146,7 @@ class ModuleRecorder:
         Plain is a call inside a call of the same model, by the one name the module has, of a module whose
         class's forward is all there is to it, under a mode that notes rows.
         """
-        tracer, sites, fail, original = self._tracer, self._sites, self._fail, self._original_call
-        state, counters = tracer.state, tracer.counters
-        wants_inputs = tracer.options.inputs
-        values = tracer.storages is not None
-        written = tracer.storages.written_parameters if tracer.storages is not None else ()
-        is_grad_enabled, new_frame = torch.is_grad_enabled, Frame
+        sites, fail, original, state = self._sites, self._fail, self._original_call, self._tracer.state
 
         @functools.wraps(original)
         def short_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -168,53 +154,17 @@ class ModuleRecorder:
             if _is_dynamo_compiling() or _compiler._is_compiling_flag:
                 return original(module, *args, **kwargs)
             site = sites.get(id(module))
-            if site is None:
+            if site is None or (mode := state.mode) is None:
                 return call(module, *args, **kwargs)
-            mode = state.mode
-            if mode is None:
+            frame = mode.enter(site, module, args, kwargs)
+            if frame is None:
                 return call(module, *args, **kwargs)
-            here = mode.here
-            parent = here["frame"]
-            if (
-                parent is None
-                or parent.model != site.model
-                or _current_node() is not None
-                or not tracer.active
-                or (values and (written or _num_function_modes()))
-                or not _calls_forward_only(module, site.forward)
-            ):
-                return call(module, *args, **kwargs)
-            step, returns = parent.step, site.records_module
-            counted, calls = site.counted
-            if counted != step:
-                calls = counters.calls_of(site.model, step, "fwd", site.path)
-                site.counted = step, calls
-            calls.last = number = calls.next()
-            frame = new_frame(
-                site.model, site.path, number, "fwd", step, module, parent, site.records_ops, returns
-            )
-            last, upcoming = mode.last + 1, tracer.upcoming
-            frame.opened = last if last > upcoming else upcoming
-            if returns and wants_inputs:
-                try:
-                    frame.inputs = mode.inputs_of(args, kwargs)
-                except Exception as error:
-                    tracer.fault(error)
-            marks = is_grad_enabled()
-            if marks:
-                mark_sequence(state, frame)
-            here["frame"] = frame
             try:
                 out = site.original(module, *args, **kwargs)
             except BaseException as error:
                 fail(frame, error)
                 raise
-            here["frame"] = parent
-            if marks:
-                mark_sequence(state, parent)
-            if returns:
-                mode.note_module(frame, out)
-            frame.module = None
+            mode.leave(frame, out)
             return out
 
         return short_call
@@ -480,62 +430,10 @@ class ModuleRecorder:
             frame.module = None  # backward may ask for the frame much later, and needs no module
 
 
-class _Site:
-    """What every call of one module has in common, where the module has one name.
-
-    Attributes:
-      counted: a step, and the count of the module's calls in it: the last step that it was called in.
-    """
-
-    __slots__ = ("counted", "forward", "model", "original", "path", "records_module", "records_ops")
-
-    def __init__(
-        self, model: str, path: str, records_ops: bool, records_module: bool, forward: Any, original: Any
-    ) -> None:
-        self.model = model
-        self.path = path
-        self.records_ops = records_ops
-        self.records_module = records_module
-        self.forward = forward
-        self.original = original
-        self.counted: tuple[int | None, Calls] = None, Calls()
-
-
 def _above(path: str) -> list[str]:
     """Paths of the modules that hold this one, the root apart: `a`, `a.b` of `a.b.c`."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _calls_forward_only(module: torch.nn.Module, wrapper: Any) -> bool:
-    """Whether calling the module comes down to its class's forward: no hook, no tracing, no replacement.
-
-    The same question that `nn.Module._call_impl` asks first; answered here, the call costs two Python
-    frames less, which is about what the recorder adds.
-    """
-    # A module's attributes are looked up through Python; its dict is not.
-    cls, own = type(module), module.__dict__
-    try:
-        hooks = (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        )
-    except KeyError:  # no `super().__init__()`: calling it will say so
-        return False
-    return not (
-        hooks
-        or "forward" in own
-        or "_compiled_call_impl" in own
-        or cls.forward is not wrapper
-        or cls._call_impl is not _call_impl
-        or _hooks_before
-        or _hooks_after
-        or _hooks_of_gradients
-        or _hooks_before_gradients
-        or _is_tracing() is not None
-    )
 
 
 def _is_compiled_class(cls: type) -> bool:

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from dispatch_trace import extension
-from dispatch_trace.capture.keys import CONSTANTS, KEYWORDS
+from dispatch_trace.capture.frames import Frame, mark_sequence
+from dispatch_trace.capture.keys import CONSTANTS
 from dispatch_trace.capture.meta import MetaRecorder
 from dispatch_trace.capture.ops import OpRecorder, site
 from dispatch_trace.capture.plain import PLAIN_TENSORS
+from dispatch_trace.capture.plain_calls import CALL_IMPL, HOOKS_OF_ALL
 from dispatch_trace.capture.rows import RowRecorder
 from dispatch_trace.capture.sources import SourceFinder
 from dispatch_trace.capture.storage import StorageEntry
@@ -42,6 +44,7 @@ def _value_mode(module: ModuleType) -> type[ValueRecorder]:
     class NativeValueRecorder(ValueRecorder):
         __torch_dispatch__ = module.dispatch
         started, stopped = module.started, module.stopped
+        enter, leave = module.enter, module.leave
         inputs_of = module.value_inputs
         note_module = module.value_note_module
         plain_inputs_of = ValueRecorder.inputs_of
@@ -66,6 +69,9 @@ def _meta_mode(module: ModuleType) -> type[MetaRecorder]:
     class NativeMetaRecorder(MetaRecorder):
         __torch_dispatch__ = module.dispatch
         started, stopped = module.started, module.stopped
+        enter, leave = module.enter, module.leave
+        note_module = module.meta_note_module
+        plain_note_module = MetaRecorder.note_module
 
         def start(self) -> None:
             self._native = _way(module, self, (None,) * 8)
@@ -89,8 +95,9 @@ def _way(
 ) -> Any:
     """What the compiled code has at hand, in the order of `Way::Held`."""
     plain = (torch.Tensor, *(kind for kind in PLAIN_TENSORS if kind is not torch.Tensor))
-    held = (*mode.at_hand(), site, KEYWORDS, plain, tuple(CONSTANTS), *values, SourceFinder)
-    return module.Way(held, SLOT_IS_NEW, SLOT_LEAF, keep, shares)
+    calls = (Frame, mark_sequence, CALL_IMPL, HOOKS_OF_ALL)
+    held = (*mode.at_hand(), site, plain, tuple(CONSTANTS), *calls, *values, SourceFinder)
+    return module.Way(held, SLOT_IS_NEW, SLOT_LEAF, mode.wants_inputs, keep, shares)
 
 
 __all__ = ["compiled"]

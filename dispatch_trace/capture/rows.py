@@ -12,11 +12,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dispatch_trace.capture.frames import Frame
+import torch
+
+from dispatch_trace.capture.frames import Frame, mark_sequence
 from dispatch_trace.capture.ops import OpRecorder
+from dispatch_trace.capture.plain_calls import Site, calls_forward_only
 from dispatch_trace.capture.tracer import Tracer
 from dispatch_trace.schema import NotedRow
 
+_current_node = torch._C._current_autograd_node
+_num_function_modes = torch._C._len_torch_function_stack
 MANY_ROWS = 1 << 15
 MAX_BODIES = 1 << 13  # shapes that never come back (a growing cache) must not fill the memory
 
@@ -29,6 +34,7 @@ class RowRecorder(OpRecorder):
       last: number of the last record of this mode.
       here: attributes of the tracer's `ThreadState` in this mode's thread, without asking which it is.
       num_taken: rows taken so far.
+      wants_inputs: whether what module calls are given is noted.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -41,6 +47,8 @@ class RowRecorder(OpRecorder):
         self._next = tracer.numbers.__next__
         self.rows: list[NotedRow] = []
         self._append = self.rows.append
+        self.wants_inputs = tracer.options.inputs
+        self._written = None if tracer.storages is None else tracer.storages.written_parameters
         self._taking = threading.Lock()
         self.num_taken = 0
         self.last = tracer.upcoming_seq - 1
@@ -69,6 +77,7 @@ class RowRecorder(OpRecorder):
         return (
             *(self._state.__dict__, self._infos, self._bodies, self.rows),
             *(self._tracer, self._state, self._next, self._number),
+            *(self._written, self._tracer.counters.lock),
         )
 
     def keep_body(self, key: Any, body: Any) -> None:
@@ -76,6 +85,51 @@ class RowRecorder(OpRecorder):
         if len(self._bodies) >= MAX_BODIES:
             self._bodies.clear()
         self._bodies[key] = body
+
+    def enter(
+        self, site: Site, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Frame | None:
+        """Opens the call of a module within a call of its model; None where that takes more than `site` says.
+
+        All of it, and of `leave`, is paid for by each module call.
+        """
+        here, tracer, written = self.here, self._tracer, self._written
+        parent = here["frame"]
+        if (
+            parent is None
+            or parent.model != site.model
+            or _current_node() is not None
+            or not tracer.active
+            or (written is not None and (written or _num_function_modes()))
+            or not calls_forward_only(module, site.forward)
+        ):
+            return None
+        calls = parent.calls
+        if calls is None:
+            calls = parent.calls = tracer.counters.calls_of(site.model, parent.step)
+        number = tracer.counters.next_of(calls, site.key)
+        step, returns = parent.step, site.records_module
+        frame = Frame(site.model, site.path, number, "fwd", step, module, parent, site.records_ops, returns)
+        frame.calls = calls
+        frame.opened = max(self.last + 1, tracer.upcoming)
+        if returns and self.wants_inputs:
+            try:
+                frame.inputs = self.inputs_of(args, kwargs)
+            except Exception as error:
+                tracer.fault(error)
+        if torch.is_grad_enabled():
+            mark_sequence(self._state, frame)
+        here["frame"] = frame
+        return frame
+
+    def leave(self, frame: Frame, out: Any) -> None:
+        """Closes a call that `enter` has opened and that has returned."""
+        self.here["frame"] = frame.parent
+        if torch.is_grad_enabled():
+            mark_sequence(self._state, frame.parent)
+        if frame.records_module:
+            self.note_module(frame, out)
+        frame.module = None
 
     def inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module call is given, in the form that `note_module` wants as `frame.inputs`."""
