@@ -105,7 +105,7 @@ Ref leaves_of_inputs(PyObject* self, Way* way, PyObject* args, PyObject* kwargs)
     gather(self, way, found, Ref(must(PyUnicode_FromFormat("in.%U", name))).get(), value);
   }
   Ref leaves = instance(way->held.leaves);
-  set(leaves.get(), names.key, Ref(must(PyList_AsTuple(found.key.get()))).get());
+  set(leaves.get(), names.key, untracked(Ref(must(PyList_AsTuple(found.key.get())))).get());
   set(leaves.get(), names.facts, found.facts.get());
   set(leaves.get(), names.values, found.values.get());
   return leaves;

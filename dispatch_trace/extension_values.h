@@ -174,7 +174,7 @@ Ref content_of(Way* way, const at::Tensor& tensor, PyObject* num_bytes) {
     copy = tensor.clone();
   }
   Ref content = instance(way->held.content);
-  set(content.get(), names.tensor, Ref(must(THPVariable_Wrap(std::move(copy)))).get());
+  set(content.get(), names.tensor, untracked(Ref(must(THPVariable_Wrap(std::move(copy))))).get());
   set(content.get(), names.keep_data, way->keep ? Py_True : Py_False);
   set(content.get(), names.summarise, Py_True);
   set(content.get(), names.num_bytes, num_bytes);

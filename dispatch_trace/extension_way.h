@@ -134,7 +134,7 @@ const Shape& shape_of(Way* way, const at::Tensor& tensor) {
   // Made before the table is touched: what Python does meanwhile may come here as well.
   Ref kind = Ref::to(must(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
   Ref size(must(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), tuple_of_sizes(sizes).get())));
-  Ref g = tuple_of(kind.get(), integer(offset).get(), size.get(), tuple_of_sizes(strides).get(), zero);
+  Ref g = untracked(tuple_of(kind.get(), integer(offset).get(), size.get(), tuple_of_sizes(strides).get(), zero));
   Ref name(must(PyObject_CallMethodOneArg(way->held.storages, names.name_geometry, g.get())));
   Shape made{dtype, offset, sizes.vec(), strides.vec(), std::move(g), std::move(name)};
   if (way->num_shapes >= MANY_SHAPES) {  // shapes that never come back (a growing cache) must not fill the memory

@@ -223,6 +223,26 @@ def test_nothing_is_left_behind(tmp_path: Path, save: str) -> None:
     assert min(after - before for before, after in pairwise(counts)) < 1000, counts
 
 
+@pytest.mark.parametrize("save", ["meta", "stats"])
+def test_little_is_left_for_the_garbage_collector(tmp_path: Path, save: str) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
+    x = torch.ones(4, 8)
+    with torch.no_grad(), dt.record(tmp_path / "t", model, save=save) as recording:
+        model(x)
+        recording.flush()
+        gc.collect()
+        gc.disable()
+        try:
+            before = len(gc.get_objects())
+            for _ in range(20):
+                model(x)
+            added = len(gc.get_objects()) - before
+        finally:
+            gc.enable()
+    # Of 41 records a call. A step has a few objects, and so has what is recorded the long way.
+    assert added < 20 * 41, added
+
+
 def test_what_fails_in_it_is_told_and_the_program_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ def _put_sites(
     strings: Interner,
 ) -> None:
     """Whose the rows are, their numbers and their lines."""
-    _, seqs, sites, ns, threads, sources, _ = zip(*rows, strict=True)
+    seqs, sites, ns, threads, sources = (_place(rows, i) for i in range(1, 6))
     calls, call_of = _distinct(sites)
     for column, attribute in _SITE_STRINGS.items():
         numbers = [strings.number(text) for text in map(attrgetter(attribute), calls)]
@@ -152,7 +152,7 @@ def _put_facts(
     starts = np.cumsum(lengths) - lengths
     slot_at = _runs(starts[at], lengths[at])
     facts = list(chain.from_iterable(row[6] or () for row in rows))
-    storages, num_bytes, alignments, producers, contents, flags, _ = zip(*facts, strict=True)
+    storages, num_bytes, alignments, producers, contents, flags = (_place(facts, i) for i in range(6))
     slot_columns.put("storage", slot_at, storages)
     slot_columns.put("storage_bytes", slot_at, num_bytes)
     slot_columns.put("alignment", slot_at, alignments)
@@ -172,6 +172,15 @@ def _put_facts(
         for slot in each:
             found += slot.producers if type(slot) is RawSlot else slot[3]
     return found
+
+
+def _place(tuples: Sequence[tuple[Any, ...]], i: int) -> list[Any]:
+    """What stands in one place of each tuple.
+
+    Not `zip(*tuples)`: it makes an iterator of each, and once there are many new objects the garbage
+    collector walks through all that the program holds, and holds it up.
+    """
+    return list(map(itemgetter(i), tuples))
 
 
 def _first_producer(row: NotedRow) -> int:
