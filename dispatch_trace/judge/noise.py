@@ -182,7 +182,8 @@ class NoisePass:
             part = 1.0 / root(greatest(origin.share, 1e-6)) if measured else 1.0
             cast = _cast_noise(self.pairing.target, origin)
             noise = greatest(noise, hypot(state.noise * part, cast))
-            clean = greatest(clean, hypot(state.clean * part, cast))
+            # What a wrong value would be off by without the defect is a prediction, whatever was measured.
+            clean = greatest(clean, hypot(state.clean * (part if state.explained else 1.0), cast))
             flags |= state.flags
             suspicious = suspicious or state.suspicious
         return noise, clean, flags, suspicious
@@ -255,8 +256,10 @@ class NoisePass:
             if decides(record, out) and difference.rho and self._flipped(record, out, budget):
                 state.flags |= {("flip", record.seq)}  # integers within the band are others all the same
             state.tainted = False
-            if ref_noise > GARBAGE:  # what is predicted of the reference would excuse anything
-                alone = self.floored(self.band(reckoned, difference), link)
+            # What is only predicted, of the reference or behind something wrong, would excuse anything.
+            guessed = budget.tainted and reckoned > GARBAGE
+            if guessed or ref_noise > GARBAGE:
+                alone = self.floored(self.band(0.0 if guessed else reckoned, difference), link)
                 state.flags |= set() if within(difference, alone) else {("ill", record.seq)}
         else:
             state.noise = difference.rho if is_finite(difference.rho) else 1.0
