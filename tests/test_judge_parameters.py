@@ -96,3 +96,46 @@ def test_a_shared_weight_is_named_at_its_first_call(tmp_path: Any) -> None:
     first = dt.align(tmp_path / "ref", tmp_path / "target").first
     assert first is not None and first.label == "parameter"
     assert (first.module, first.call) == ("layer", 0)
+
+
+class Alike(nn.Module):
+    """Three layers of one form; a test may give one of them the weights of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def _as_another_layer(target: Any) -> None:
+    target.layers[1] = target.layers[0]
+
+
+def _with_the_weights_of_another(target: Any) -> None:
+    target.layers[1].weight, target.layers[1].bias = target.layers[0].weight, target.layers[0].bias
+
+
+@pytest.mark.parametrize("save", ["tensors", "stats"])
+@pytest.mark.parametrize(
+    ("tie", "module", "call"),
+    [(_as_another_layer, "layers.0", 1), (_with_the_weights_of_another, "layers.1", 0)],
+)
+def test_a_weight_tied_to_another_one_is_a_parameter(
+    tie: Any, module: str, call: int, save: str, tmp_path: Any
+) -> None:
+    reference, target = Alike(), Alike()
+    tie(target)
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    for name, each in (("ref", reference), ("target", target)):
+        with torch.no_grad(), dt.record(tmp_path / name, each, save=save):
+            each(x)
+    first = dt.align(tmp_path / "ref", tmp_path / "target").first
+    assert first is not None
+    assert (first.label, first.module, first.call) == ("parameter", module, call)
+    assert first.evidence["path"].startswith("layers.1.")
+    assert all(name.startswith("layers.0.") for name in first.evidence["tied_to"])

@@ -25,6 +25,7 @@ from dispatch_trace.judge.operands import Operands, changed_arguments
 from dispatch_trace.judge.packed import PackedBlame
 from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites, source_of
+from dispatch_trace.judge.tied import tied_operand
 from dispatch_trace.judge.unfed import ELEMENTWISE, UnfedBlame
 from dispatch_trace.per_step import whole
 from dispatch_trace.schema import StoredRecord, StoredSlot
@@ -169,6 +170,10 @@ class Blame:
                 return replace(finding, evidence={**finding.evidence, "output": b.name})
         evidence = self._sites.evidence(state) | {"output": b.name}
         theirs, ours = self._ref.origins(ref, a), self._target.origins(target, b)
+        if len(theirs) == len(ours) == 1:
+            call = self._operands.returned(theirs[0].value, ours[0].value, reader=target)
+            if call is not None:
+                return self._operands.short_return(call, theirs[0].value, target, evidence, state)
         view = self._operands.differing_view(theirs[0], ours[0]) if theirs and ours else None
         return self._sites.finding(
             view or target, view.op if view is not None else None, "wiring", evidence, state
@@ -317,6 +322,11 @@ class Blame:
             # A constant where the reference computes something; what its shape came from is no operand.
             evidence = self._sites.evidence(state) | {"extra_op": record.op, "ref_op": ref.op}
             return self._sites.finding(record, record.op, "structure", evidence, state)
+        tied = tied_operand(self._noise, ref, record)
+        if tied is not None:
+            evidence = self._sites.evidence(state) | {"path": tied[0], "tied_to": tied[1]}
+            hint = "one weight goes by several names, which are several in the reference"
+            return self._sites.finding(record, record.op, "parameter", evidence, state, hint=hint)
         wiring = self._operands.wiring(record, ref, state)
         if wiring is not None:
             return wiring

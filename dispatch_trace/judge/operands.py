@@ -19,6 +19,7 @@ from dispatch_trace.align.summaries import EXTREME
 from dispatch_trace.align.views import MAX_ELEMENTS, elements
 from dispatch_trace.geometry import extent_of, touched
 from dispatch_trace.judge.findings import Finding
+from dispatch_trace.judge.handovers import Handovers
 from dispatch_trace.judge.noise import NoisePass, State, within
 from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites
@@ -40,6 +41,8 @@ class Operands:
         self._pairing = noise.pairing
         self._ref = noise.pairing.ref
         self._target = noise.pairing.target
+        self._handovers = Handovers(noise, self._stands_for)
+        self.returned = self._handovers.returned
         self._memory: defaultdict[int, list[tuple[StoredRecord, StoredSlot]]] = defaultdict(list)
 
     def crossed(self, region: Region, state: State) -> Finding | None:
@@ -238,10 +241,15 @@ class Operands:
                 continue
             evidence = self._sites.evidence(state) | {"operand": b.name.removeprefix("in.")}
             if self._stands_for(theirs[0].value, ours[0].value):
-                if self._shows_same(ref, a, theirs[0], record, b, ours[0]):
+                same = self._shows_same(ref, a, theirs[0], record, b, ours[0])
+                if same:
                     continue
                 view = self.differing_view(theirs[0], ours[0])
                 if view is None:
+                    if same is False and same_path(self._ref, theirs[0], self._target, ours[0]):
+                        evidence["part"] = "another result of the same view"
+                        seat = self._handovers.other_part(record, ours[0].value, theirs[0].value)
+                        return self._sites.finding(seat, record.op, "wiring", evidence, state, where=record)
                     if a.shape == b.shape and same_path(self._ref, theirs[0], self._target, ours[0]):
                         continue
                     lost = self._lost_view(theirs[0], ours[0])
@@ -271,9 +279,23 @@ class Operands:
             evidence["reader"] = record.op
             hint = "overwrites what is read again later"
             return self._sites.finding(writer, writer.op, "wiring", evidence, state, hint=hint)
-        return self._sites.finding(
-            self._meeting(record, theirs, ours), record.op, "wiring", evidence, state, where=record
-        )
+        returned = self._handovers.returned(theirs.value, ours.value, reader=record)
+        if returned is not None:
+            return self.short_return(returned, theirs.value, record, evidence, state)
+        seat = self._handovers.meeting(record, theirs, ours)
+        return self._sites.finding(seat, record.op, "wiring", evidence, state, where=record)
+
+    def short_return(
+        self, call: Call, ref: Value, reader: StoredRecord, evidence: dict[str, Any], state: State
+    ) -> Finding:
+        """A call that returns another right value than the reference's: what makes it is missing there."""
+        maker = self._ref.records[ref[0]]
+        theirs = self._ref.call_of(maker)
+        inside = maker.kind == "op" and self._pairing.calls.get(theirs.key) == call.key
+        if inside and maker.seq not in self._pairing.ops_by_ref:
+            evidence = evidence | {"missing_op": maker.op, "reader": reader.op}
+            return self._sites.finding(call, maker.op, "structure", evidence, state, where=reader)
+        return self._sites.finding(call, None, "wiring", evidence, state, where=reader)
 
     def _wrote_over(self, ref: Value, target: Value) -> StoredRecord | None:
         """The op that wrote a value of the target over the one that the reference reads."""
@@ -296,14 +318,19 @@ class Operands:
         record: StoredRecord,
         b: StoredSlot,
         ours: Origin,
-    ) -> bool:
-        """Whether two slots show the same elements of one value, whatever the views are called."""
+    ) -> bool | None:
+        """Whether two slots show the same elements of one value, whatever the views are called.
+
+        None where a view on the way is not known.
+        """
         before, after = self._ref.slot(theirs.value), self._target.slot(ours.value)
         if math.prod(before.shape) != math.prod(after.shape):
-            return False
+            return None
         first = elements(self._ref, ref, a, theirs)
         second = elements(self._target, record, b, ours)
-        return first is not None and second is not None and np.array_equal(first.ravel(), second.ravel())
+        if first is None or second is None:
+            return None
+        return np.array_equal(first.ravel(), second.ravel())
 
     def holds_other(self, a: StoredSlot, b: StoredSlot) -> bool:
         """Whether the slots' values differ, as far as that is known; unknown counts as possible."""
@@ -333,52 +360,6 @@ class Operands:
 
     def _view_twin(self, theirs: Origin, view: StoredRecord) -> StoredRecord | None:
         return next((r for r in map(self._ref.records.__getitem__, theirs.edges) if r.op == view.op), None)
-
-    def _meeting(self, record: StoredRecord, theirs: Origin, ours: Origin) -> StoredRecord | Call:
-        """Where an operand was handed over: the innermost call that had both it and the one expected.
-
-        A call has what was computed in it, or handed to it.
-        """
-        reader = list(self._target.call_of(record).enclosing())
-        source = self._target.records[ours.value[0]]
-        if source.kind == "param" or self._kept_both(reader[0], record, theirs.value, ours.value):
-            return record
-        around = {id(c) for c in self._target.call_of(source).enclosing()}
-        common = next((c for c in reader if id(c) in around), reader[0])
-        inside = reader[: reader.index(common)]
-        chosen = next((c for c in inside if self._was_given_both(c, theirs.value, ours.value)), common)
-        return record if chosen is reader[0] else chosen
-
-    def _kept_both(self, call: Call, record: StoredRecord, ref: Value, target: Value) -> bool:
-        """Whether a module took one of two values of its own: parameters, or what earlier calls made."""
-        theirs, ours = self._ref.records[ref[0]], self._target.records[target[0]]
-        homes = {self._pairing.renames.nearest(theirs.module), ours.module}
-        if homes != {record.module} or call.record is None or self._target.call_of(ours).key == call.key:
-            return False
-        return target not in self._given(call)
-
-    def _given(self, call: Call) -> set[Value]:
-        """Values that a call of the target was handed, as far as that was recorded."""
-        if call.record is None:
-            return set()
-        return {
-            origin.value
-            for slot in call.record.slots
-            if slot.role == "in" and slot.is_tensor
-            for origin in self._target.origins(call.record, slot)
-        }
-
-    def _was_given_both(self, call: Call, ref: Value, target: Value) -> bool:
-        """Whether a call of the target was handed a value and has one that stands for a reference value."""
-        given = self._given(call)
-        if target not in given:
-            return False
-        return self._makes(call, ref) or any(self._stands_for(ref, value) for value in given - {target})
-
-    def _makes(self, call: Call, ref: Value) -> bool:
-        """Whether a value of the reference is computed within its call that is paired with this one."""
-        made_in = self._ref.call_of(self._ref.records[ref[0]]).enclosing()
-        return any(self._pairing.calls.get(around.key) == call.key for around in made_in)
 
 
 def _first_besides(program: Program, way: Origin, other: Program, other_way: Origin) -> StoredRecord | None:

@@ -1,8 +1,8 @@
 """Two runs of one program: where they differ, an op is not deterministic, and that is said first.
 
 One program is: the same recording options and settings of torch, the same modules, the same ops with the
-same arguments in the same order, reading the same leaves. The first value that is another one was then
-computed from equal inputs.
+same arguments in the same order, reading the same leaves and results. The first value that is another one
+was then computed from equal inputs.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def first_unrepeated(ref: RankReader, other: RankReader) -> Finding | None:
                 if first is None:
                     return None
                 continue
+            if first is None and mine.producers != theirs.producers:
+                return None  # it reads what another op made, or another part of it
             if mine.content < 0 or theirs.content < 0 or not mine.is_tensor:
                 continue
             position = _first_other(ref, mine.content, other, theirs.content)
