@@ -280,8 +280,8 @@ class Program:
         record = self.records[value[0]]
         slot = record.slots[value[1]]
         result: tuple[Origin, ...]
-        if slot.role == "in":
-            result = self.origins(record, slot)
+        if slot.role == "in" or (record.kind == "param" and slot.producers):
+            result = self.origins(record, slot)  # a weight that an op wrote to is what that op made
         else:
             source = self.edge(record)
             if source is None:

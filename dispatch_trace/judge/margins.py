@@ -66,8 +66,8 @@ def _choice_gap(scores: Array, ours: Array, theirs: Array, args: dict[str, objec
     chosen = [x.astype(np.int64) for x in (ours, theirs)]
     if ours.ndim == scores.ndim - 1:
         chosen = [np.expand_dims(x, dim) for x in chosen]
-    if chosen[0].ndim != scores.ndim:
-        return None
+    if chosen[0].ndim != scores.ndim or max(x.max(initial=0) for x in chosen) >= scores.shape[dim]:
+        return None  # the reference chose among more
     mine, other = (np.take_along_axis(scores, x, dim) for x in chosen)
     gap: Array = np.abs(mine - other)
     return gap.reshape(-1)
