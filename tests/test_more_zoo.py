@@ -33,6 +33,8 @@ QUICK = {
     "a module is to work on a constant, and hands it on": ("410",),
     "columns are in another order, and taken apart accordingly": ("426",),
     "memory grows after something has looked at it": ("427",),
+    "a choice is made of a result of another size": ("444",),
+    "a weight with two names is written to twice": ("459",),
 }
 
 # What the cases warn about is theirs.
@@ -81,4 +83,4 @@ def test_every_case_says_where_it_was_reported_and_what_is_right() -> None:
         assert expect["kind"] and expect["note"], file.name
         groups.append(tool.group_of(expect))
     assert len(FILES) == len({tool.case_id(file) for file in FILES})
-    assert (groups.count("defect"), groups.count("benign")) == (181, 71)
+    assert (groups.count("defect"), groups.count("benign")) == (199, 79)
