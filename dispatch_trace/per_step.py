@@ -6,7 +6,8 @@ which it would have been another are noted as *astray*; whoever started it judge
 set of rules serves both, and no step gets a result that its own numbers would not have given: whatever is not
 known here (`float`, formatting, `math`) sends all but the first astray.
 
-`hypot`, `greatest` and the like take plain numbers and `PerStep` alike, with the same bits.
+`hypot`, `greatest` and the like take plain numbers and `PerStep` alike, with the same bits; and numbers that are
+found one step after the other (`later`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from dispatch_trace.later import Later, SeveralNumbersError
+
 Floats: TypeAlias = npt.NDArray[np.float64]
-
-
-class SeveralNumbersError(Exception):
-    """A rule looks something up by a number, or counts up to it, where there are several."""
 
 
 class Together:
@@ -88,6 +87,8 @@ class PerStep:
         return self._made(_values(other) - self.values)
 
     def __mul__(self, other: Any) -> PerStep:
+        if type(other) is Later:
+            return NotImplemented
         with np.errstate(over="ignore", invalid="ignore"):
             return self._made(self.values * _values(other))
 
@@ -121,15 +122,23 @@ class PerStep:
         return self.together.decide(self.values != _values(other))
 
     def __lt__(self, other: Any) -> bool:
+        if type(other) is Later:
+            return NotImplemented
         return self.together.decide(self.values < _values(other))
 
     def __le__(self, other: Any) -> bool:
+        if type(other) is Later:
+            return NotImplemented
         return self.together.decide(self.values <= _values(other))
 
     def __gt__(self, other: Any) -> bool:
+        if type(other) is Later:
+            return NotImplemented
         return self.together.decide(self.values > _values(other))
 
     def __ge__(self, other: Any) -> bool:
+        if type(other) is Later:
+            return NotImplemented
         return self.together.decide(self.values >= _values(other))
 
     def __hash__(self) -> int:
@@ -182,24 +191,36 @@ def of_step(number: Any, position: int) -> Any:
     """The number of one step, a plain one, or its text; what is neither is that of every step."""
     if isinstance(number, PerStep):
         return number.values[position].item()
+    if type(number) is Later:
+        return number.values[position]
     return number.values[position] if isinstance(number, TextPerStep) else number
 
 
 def greatest(*numbers: float) -> float:
     """The largest of some numbers, step by step."""
-    return _extreme(numbers, np.maximum) if PerStep in map(type, numbers) else max(numbers)
+    return _extreme(numbers, np.maximum, max)
 
 
 def smallest(*numbers: float) -> float:
     """The smallest of some numbers, step by step."""
-    return _extreme(numbers, np.minimum) if PerStep in map(type, numbers) else min(numbers)
+    return _extreme(numbers, np.minimum, min)
 
 
-def _extreme(numbers: tuple[Any, ...], extreme: Any) -> float:
+def _extreme(numbers: tuple[Any, ...], extreme: Any, plain: Any) -> float:
+    kinds = [*map(type, numbers)]
+    if Later in kinds:
+        return _noted(plain, numbers)
+    if PerStep not in kinds:
+        return cast(float, plain(numbers))
     found = _values(numbers[0])
     for number in numbers[1:]:
         found = extreme(found, _values(number))
     return each(found, _together(numbers))
+
+
+def _noted(function: Any, numbers: tuple[Any, ...]) -> float:
+    relay = next(number.relay for number in numbers if type(number) is Later)
+    return cast(float, relay.made(function, *numbers))
 
 
 def _together(numbers: tuple[Any, ...]) -> Together:
@@ -218,7 +239,10 @@ def hypot(*numbers: Any) -> float:
 
     Not `math.hypot`: it rounds otherwise than NumPy's, and both kinds of numbers have to come out alike.
     """
-    if PerStep not in map(type, numbers):
+    kinds = [*map(type, numbers)]
+    if Later in kinds:
+        return _noted(hypot, numbers)
+    if PerStep not in kinds:
         top: float = max(map(abs, numbers))
         if not 0.0 < top < math.inf:
             return top

@@ -243,6 +243,17 @@ class Program:
         found = [v for v in self._returned.get(slot.content, ()) if v[0] < record.seq]
         return next((v for v in reversed(found) if self.slot(v).storage == slot.storage), None)
 
+    def writers(self, record: StoredRecord) -> list[Value]:
+        """What a parameter holds that has been written since it was recorded first, by who made it."""
+        found: list[Value] = []
+        for slot in record.slots:
+            if slot.role == "in":  # made by another step (`RankReader.sources`)
+                found.append((record.seq, slot.index))
+            for place in slot.producers:
+                if place[0] in self.records and place[0] != record.seq:
+                    found += [origin.value for origin in self._origins_of(place)]
+        return found
+
     def held_content(self, record: StoredRecord, slot: StoredSlot) -> int:
         """Number of the content that a slot holds, element by element; -1 where none was recorded.
 

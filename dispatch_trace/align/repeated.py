@@ -19,7 +19,7 @@ piece, steps whose records are mixed with those of others, and what only one tra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,11 +43,8 @@ from dispatch_trace.store.view import ReaderView
 MIN_STEPS = 3
 # Contents from here on are those of several steps; fewer than `content.LAID_OUT`, more than lenses have.
 _PER_STEP = 1 << 56
-# So many blocks before one that went astray are looked at by themselves as well,
+# So many blocks on either side of one that went astray are looked at by themselves as well.
 _BESIDE = 2
-# and those behind it: first so many, then so many, then all. What is wrong in one is soon right again, or is
-# there to stay.
-_REACH = (2, 16, 1 << 40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,7 @@ class _Group:
     blocks: tuple[BlockKey, ...]
     together: Together
     offsets: tuple[Numbers, Numbers]  # of the records' numbers in each block, from those of the first
+    runs: Numbers  # [num blocks], which of the runs of blocks that follow each other one is in
 
 
 class FoldedReader(ReaderView):
@@ -108,9 +106,9 @@ class FoldedReader(ReaderView):
             numbers[at] = known[key]
         return numbers
 
-    def _read_across(self) -> dict[int, dict[tuple[int, int], list[int]]]:
+    def _read_across(self) -> dict[int, dict[tuple[int, int], list[tuple[int, int]]]]:
         """What stands for several or is read by such, of another block, by the slot that shows and reads it;
-        with the positions of the blocks that read it, in order."""
+        with the positions of the blocks that read it, in order, and of those that made it."""
         side, table = self._side, self._side.table
         slot, made_by, index = side.across
         # Each record by the one that shows for it, and its number in its block.
@@ -123,11 +121,13 @@ class FoldedReader(ReaderView):
                 shown[begin:end], position[begin:end] = np.arange(first, last), number
         row = np.repeat(np.arange(len(side.seq)), np.diff(table.first_slot))[slot]
         chosen = (position[row] >= 0) | (position[made_by] >= 0)
-        found: dict[int, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[int, dict[tuple[int, int], list[tuple[int, int]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         seen = table.first_slot[shown[row]] + slot - table.first_slot[row]
-        columns = seen, side.seq[shown[made_by]], index, position[row]
-        for at, seq, place, number in zip(*(column[chosen].tolist() for column in columns), strict=True):
-            found[at][seq, place].append(number)
+        columns = seen, side.seq[shown[made_by]], index, position[row], position[made_by]
+        for at, seq, place, *numbers in zip(*(column[chosen].tolist() for column in columns), strict=True):
+            found[at][seq, place].append(tuple(numbers))
         return {at: dict(sorted(sources.items())) for at, sources in found.items()}
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
@@ -215,7 +215,32 @@ class FoldedReader(ReaderView):
         if group is None:
             self.lose(self._whole.record(source[0]))
         else:
-            group.together.leave(self._sources[at][source])
+            # What is wrong in one block is likely so in those behind it, too.
+            lost = [reads for reads, _ in self._sources[at][source]]
+            ends = np.searchsorted(group.runs, group.runs[lost], side="right")
+            group.together.leave(sorted({p for at, end in zip(lost, ends, strict=True) for p in range(at, end)}))
+
+    def joined(self, record: StoredRecord) -> Together | None:
+        group = self._group(record)
+        return None if group is None else group.together
+
+    def run_of(self, record: StoredRecord, position: int) -> int:
+        group = self._group(record)
+        return -1 if group is None else int(group.runs[position])
+
+    def num_runs(self, record: StoredRecord) -> int:
+        group = self._group(record)
+        return 0 if group is None else int(group.runs[-1]) + 1
+
+    def turns(self) -> list[tuple[int, Together, int]]:
+        """Of all blocks that stand for each other, in order, the number of the first record, with whom and at
+        which position."""
+        found = [
+            (self._side.first_seq(block), group.together, position)
+            for group in self._groups
+            for position, block in enumerate(group.blocks)
+        ]
+        return sorted(found, key=lambda turn: turn[0])
 
     def _group(self, record: StoredRecord) -> _Group | None:
         number = int(self._group_of[self._row(record)])
@@ -283,6 +308,13 @@ class FoldedReader(ReaderView):
             return ()
         return tuple(self._sources.get(self._slot_at(record, slot), ()))
 
+    def handed(
+        self, record: StoredRecord, slot: StoredSlot
+    ) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
+        if not self.sources(record, slot):
+            return {}
+        return self._sources[self._slot_at(record, slot)]
+
     def _slot_at(self, record: StoredRecord, slot: StoredSlot) -> int:
         at = 0 if record.kind == "param" else slot.index
         return int(self._side.table.first_slot[self._row(record)]) + at
@@ -302,20 +334,17 @@ class Folded:
         groups: Sequence[Sequence[BlockKey]],
         *,
         grows: bool = False,
-        number: int = 0,
     ) -> None:
-        """
-        Args:
-          number: of the round in which blocks are taken out.
-        """
         self.grows = grows
-        self._round = number
         self._sides = sides
         self._groups = []
+        self._order = {block: at for at, block in enumerate(sides[0].blocks)}
         for blocks in groups:
             firsts = [[side.first_seq(block) for block in blocks] for side in sides]
             ref, target = (np.array(seqs) - seqs[0] for seqs in firsts)
-            self._groups.append(_Group(tuple(blocks), Together(len(blocks)), (ref, target)))
+            places = np.array([self._order[block] for block in blocks])
+            runs = np.cumsum(np.diff(places, prepend=places[0] - 1) > 1)
+            self._groups.append(_Group(tuple(blocks), Together(len(blocks)), (ref, target), runs))
         self._by_step = {group.blocks[0][0]: group for group in self._groups}
         self.ref, self.target = (FoldedReader(sides[n], n, self._groups) for n in (0, 1))
 
@@ -346,7 +375,7 @@ class Folded:
         them.
         """
         parts: list[list[BlockKey]] = []
-        order = {block: at for at, block in enumerate(self._sides[0].blocks)}
+        order = self._order
         alone = np.zeros(len(order), dtype=bool)
         for number, group in enumerate(self._groups):
             by_place: dict[int, list[BlockKey]] = defaultdict(list)
@@ -356,14 +385,13 @@ class Folded:
                 if self.grows and (number in self.target.doubted or len(part) < MIN_STEPS):
                     for block in part:
                         at = order[block]
-                        alone[max(at - _BESIDE, 0) : at + _REACH[self._round] + 1] = True
+                        alone[max(at - _BESIDE, 0) : at + _BESIDE + 1] = True
                 parts.append(part)
         parts = [[block for block in part if not alone[order[block]]] for part in parts]
         kept = sorted(part for part in parts if len(part) >= MIN_STEPS)
         if not kept:
             return None
-        number = min(self._round + int(alone.any()), len(_REACH) - 1)
-        return Folded(self._sides, kept, grows=self.grows, number=number)
+        return Folded(self._sides, kept, grows=self.grows)
 
     def steps(self, first: int) -> tuple[int, ...]:
         """The steps that one of the views stands for, in order; itself where it does not repeat."""

@@ -41,7 +41,6 @@ def judge_folded(folded: Folded, judge: Callable[[RankReader, RankReader], Judge
             found = judge(rest.ref, rest.target)
         except SeveralNumbersError:
             return None
-        # What is wrong in one step may be so in those behind it: they are looked at each by itself.
         if not (rest.astray() or (rest.grows and rest.target.doubted)):
             if rest.grows and (
                 found.verdict == "inconclusive"

@@ -19,6 +19,7 @@ from dispatch_trace.align.graph import Call, CallKey, Origin, Program, Value, sl
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, own_noise, roundoff
+from dispatch_trace.judge.handed_on import HandedOn
 from dispatch_trace.judge.magnitudes import Magnitudes
 from dispatch_trace.judge.quantised import Codes, codes_of, quantisation_noise
 from dispatch_trace.judge.unordered import Unordered
@@ -111,6 +112,7 @@ class NoisePass:
       states: by value of the target; leaves are added when first asked for.
       codes: integer leaves of the target that stand for float weights of the reference.
       flow: what modules of the target read that recorded no inputs.
+      handed_on: what steps that repeat read of others.
       unordered: what is known of values that hold the reference's numbers in an order not known.
     """
 
@@ -132,6 +134,7 @@ class NoisePass:
         self.codes: dict[Value, Codes] = {}
         self.flow = Flow(pairing)
         self.unordered = Unordered(pairing)
+        self.handed_on = HandedOn(self)
         self._ref_noise: dict[Value, float] = {}
         self._borders: dict[tuple[int, Call], float] = {}
         self._measured: dict[Value, bool] = {}
@@ -144,11 +147,14 @@ class NoisePass:
                     self._predict_ref(record)
         for record in self.pairing.target.records.values():
             if record.kind == "op" and not self.pairing.target.is_edge(record):
+                self.handed_on.come_to(record)
                 for out in self.pairing.target.outputs(record):
                     self.states[(record.seq, out.index)] = self._judge(record, out)
         for value in self.flow.unfed():
             self.state(value)
-        self._check_handed_on()
+        self.handed_on.settle()
+        if self.pairing.target.reader.reads_across:
+            self.handed_on.check()
 
     # States -----------------------------------------------------------------------------------------
 
@@ -364,27 +370,6 @@ class NoisePass:
                     state = self.state((child.seq, slot.index))
                     yield state.noise, state.clean, state.flags, state.suspicious
 
-    def _check_handed_on(self) -> None:
-        """What other steps made is taken to be right where it is read, and measured there: is it so?"""
-        ref, target = self.pairing.ref, self.pairing.target
-        if not target.reader.reads_across:
-            return
-        for value, state in self.states.items():
-            if state.suspicious:
-                target.reader.doubt(target.records[value[0]])
-        for value, links in list(self.pairing.links.items()):
-            record = target.records[value[0]]
-            for source in target.reader.sources(record, target.slot(value)):
-                made = self.state(source)
-                right = made.explained and made.link is not None and not (made.flags or made.tainted)
-                if not right or any(
-                    made.link is None
-                    or made.link.ref not in ref.reader.sources(ref.records[link.ref[0]], ref.slot(link.ref))
-                    or not (_is_plain(self.pairing, link) and _is_plain(self.pairing, made.link))
-                    for link in links
-                ):
-                    target.reader.lose_readers(record, target.slot(value), source)
-
     def _judge_leaf(self, value: Value) -> State:
         links = self.pairing.links.get(value, ())
         found = self.best(links)
@@ -394,7 +379,7 @@ class NoisePass:
                 self.pairing.target.reader.lose(record)
                 return State()
             state = self._measured_state(*found)
-            state.explained = True  # `_check_handed_on`
+            self.handed_on.judge(record, record.slots[value[1]], state)
             return state
         if found is None:
             state = self._judge_codes(value)
@@ -404,6 +389,12 @@ class NoisePass:
         state = self._measured_state(link, difference)
         if difference.equal:
             state.explained = True
+            return state
+        by = self._writer(value, record)
+        if by is not None:  # judged where it was made
+            state.explained, state.tainted = by.explained, by.wrong
+            if by.wrong:
+                state.noise, state.clean = by.noise, by.clean
             return state
         if self.exact:
             state.explained = False
@@ -421,6 +412,15 @@ class NoisePass:
             state.noise = difference.rho if is_finite(difference.rho) else 1.0
             state.clean = 0.0
         return state
+
+    def _writer(self, value: Value, record: StoredRecord) -> State | None:
+        """What is known of a parameter where an op wrote it that was recorded, an optimiser's say."""
+        target = self.pairing.target
+        by = target.writers(record) if record.kind == "param" and target.slot(value).role != "in" else []
+        if len(by) != 1 or target.slot(by[0]).content != target.slot(value).content:
+            return None
+        state = self.state(by[0])
+        return None if state.explained is None else state
 
     def _judge_unordered(self, value: Value, state: State, limit: float) -> None:
         """For a value in no order that is known: whether it is certainly wrong."""
@@ -613,12 +613,6 @@ def within(difference: Difference, limit: float) -> bool:
 
 def _size(difference: Difference) -> tuple[float, int]:
     return (math.inf, difference.nonfinite) if difference.nonfinite else (difference.rho, 0)
-
-
-def _is_plain(pairing: Pairing, link: Link) -> bool:
-    """Whether a link compares its values as they were made, not views of them."""
-    made = pairing.ref.slot(link.ref).content, pairing.target.slot(link.target).content
-    return made == (link.ref_content, link.target_content)
 
 
 def _cast_noise(program: Program, origin: Origin) -> float:

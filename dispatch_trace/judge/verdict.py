@@ -7,7 +7,7 @@ Everything else is `inconclusive`, and `reasons` says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -149,6 +149,7 @@ class RoundJudge:
         self._reasons: list[str] = []
         self._notices = list(pairing.notices)
         self._reached: set[Value] = set()
+        self._passed: set[tuple[Value, int]] = set()
         self._places: dict[int, Value] = {}  # the wrong value behind a finding, by the finding's record
         self.outputs: list[Output] = []
 
@@ -365,15 +366,20 @@ class RoundJudge:
     def _culprits(self, output: Output) -> list[tuple[int, Finding]]:
         """(position, finding) of every wrong value that has only right inputs and leads to this output."""
         found = []
-        todo: list[tuple[Value, StoredRecord]] = [
-            (o.value, output.record) for o in self._origins(output.record, output.slot)
+        handed_on, returned = self._noise.handed_on, output.record
+        # Of a value that stands for those of several steps, in which runs of them it leads to the output.
+        todo: list[tuple[Value, StoredRecord, int]] = [
+            (o.value, returned, handed_on.run_in(o.value, run))
+            for o in self._origins(returned, output.slot)
+            for run in handed_on.runs(returned)
         ]
         before = len(self._reached)
-        sources = {value for value, _ in todo}
-        for value, reader in todo:
+        sources = {value for value, _, _ in todo}
+        for value, reader, run in todo:
             state = self._noise.state(value)
-            if not state.suspicious or value in self._reached:
+            if not state.suspicious or (value, run) in self._passed:
                 continue
+            self._passed.add((value, run))
             self._reached.add(value)
             record = self._target.records[value[0]]
             if record.kind == "module" and record.slots[value[1]].role == "out":
@@ -386,16 +392,24 @@ class RoundJudge:
                 ]
                 inside += [(v, record) for v in self._noise.flow.before(value) if self._is_suspicious(v)]
                 if inside:
-                    todo += inside
+                    todo += [(v, reads, handed_on.run_in(v, run)) for v, reads in inside]
                 else:
                     found.append((record.seq, self._blame.opaque(value)))
                 continue
             if record.kind != "op" or self._target.is_leaf(value):
+                made = [
+                    (v, record, number)
+                    for v, number in self._made_before(value, run)
+                    if self._is_suspicious(v)
+                ]
+                if made and state.tainted:
+                    todo += made
+                    continue
                 reader = self._first_reader(value, reader)
                 found.append((reader.seq, self._blame.leaf(value, reader)))
                 continue
             inputs = [
-                (origin.value, record)
+                (origin.value, record, handed_on.run_in(origin.value, run))
                 for slot in self._target.inputs(record)
                 for origin in self._target.origins(record, slot)
                 if self._noise.state(origin.value).suspicious
@@ -403,6 +417,7 @@ class RoundJudge:
             if inputs and state.tainted:
                 todo += inputs
             elif state.wrong:
+                handed_on.lose_readers(value)
                 finding = self._blame.value(value)
                 weights = [] if finding.label == "parameter" else self._weights_behind(record)
                 self._places[finding.seq] = value
@@ -413,6 +428,15 @@ class RoundJudge:
             )
             found.append((output.record.seq, finding))
         return found
+
+    def _made_before(self, value: Value, run: int) -> Iterator[tuple[Value, int]]:
+        """What made a leaf, where that is known: a weight that an optimiser wrote, or what another step made."""
+        handed_on, record = self._noise.handed_on, self._target.records[value[0]]
+        yield from handed_on.makers(value, run)
+        if record.kind == "param":
+            for by in self._target.writers(record):
+                if by != value:
+                    yield by, handed_on.run_in(by, run)
 
     def _first_reader(self, value: Value, reader: StoredRecord) -> StoredRecord:
         """The first wrong op that reads a wrong parameter: the walk meets the last call of a module first."""
@@ -437,7 +461,7 @@ class RoundJudge:
                 for origin in self._target.origins(reader, slot):
                     state, source = self._noise.state(origin.value), self._target.records[origin.value[0]]
                     if source.kind == "param":
-                        if state.wrong and reader is not record:
+                        if state.wrong and not state.tainted and reader is not record:
                             found.append((reader.seq, self._blame.leaf(origin.value, reader)))
                             self._reached.add(origin.value)
                     elif source.seq not in seen and (state.suspicious or (outside and state.elsewhere)):

@@ -6,7 +6,7 @@ rank asks these methods, and all ranks but that view answer so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -69,6 +69,31 @@ class Singly:
     def sources(self, record: StoredRecord, slot: StoredSlot) -> Sequence[tuple[int, int]]:
         """What other steps made of what a slot of steps that repeat reads, by (record, slot) that show."""
         return ()
+
+    def handed(
+        self, record: StoredRecord, slot: StoredSlot
+    ) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
+        """`sources`, each with the positions of the steps that read it, and of those that made what they read;
+        -1 where one stands for itself."""
+        return {}
+
+    def joined(self, record: StoredRecord) -> Together | None:
+        """The steps that a record stands for; None where it stands for itself."""
+        return None
+
+    def turns(self) -> Sequence[tuple[int, Together, int]]:
+        """Of all steps that stand for each other, in the order of the run, the number of the first record, with
+        whom and at which position."""
+        return ()
+
+    def run_of(self, record: StoredRecord, position: int) -> int:
+        """The number of the run of neighbours, among the steps that a record stands for, that one of them is in;
+        -1 where it stands for itself."""
+        return -1
+
+    def num_runs(self, record: StoredRecord) -> int:
+        """How many such runs there are; 0 where a record stands for itself."""
+        return 0
 
     def repeats(self, record: StoredRecord) -> int:
         """How many records, one in each step, a record stands for."""
