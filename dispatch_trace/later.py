@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 
 class SeveralNumbersError(Exception):
-    """A rule looks something up by a number, or counts up to it, where there are several, or asks for one that
-    is found only later."""
+    """A rule looks something up by a number, or counts up to it, where there are several, or asks for one
+    that is found only later."""
 
 
 class Relay:
@@ -33,6 +33,7 @@ class Relay:
         self.num = num
         self._numbers: list[Later] = []
         self._questions: list[tuple[Callable[[Any, Any], bool], Sequence[Any], Sequence[Any]]] = []
+        self._known: dict[Any, tuple[Later, Any]] = {}
         self._num_done = 1
 
     def handed(self, first: float, found: Callable[[int], float]) -> Later:
@@ -50,8 +51,13 @@ class Relay:
         Args:
           function: of plain numbers.
         """
-        columns = [self._column(operand) for operand in operands]
-        return self._noted(function, columns, function(*(column[0] for column in columns)))
+        key = function, *(_identity(operand) for operand in operands)
+        known = self._known.get(key)
+        if known is None:
+            columns = [self._column(operand) for operand in operands]
+            made = self._noted(function, columns, function(*(column[0] for column in columns)))
+            known = self._known[key] = made, operands  # kept, so that no other takes their identity
+        return known[0]
 
     def asked(self, test: Callable[[Any, Any], bool], first: Any, second: Any) -> bool:
         """What a comparison of two numbers gives in the first step."""
@@ -75,7 +81,7 @@ class Relay:
         if isinstance(number, Later):
             return number.values
         values = getattr(number, "values", None)  # of a `PerStep`
-        return [number] * self.num if values is None else np.broadcast_to(values, self.num).tolist()  # type: ignore[no-any-return]
+        return [number] * self.num if values is None else np.broadcast_to(values, self.num).tolist()
 
     def _noted(self, function: Callable[..., float], columns: list[Sequence[Any]], first: float) -> Later:
         if self._num_done > 1:
@@ -86,7 +92,7 @@ class Relay:
 
 
 class Later:
-    """One number for each of the steps of a `Relay`.
+    """One number for each of the steps of a `Relay`; none is negative.
 
     Attributes:
       values: of the steps that had their turn.
@@ -104,6 +110,8 @@ class Later:
         self.values: list[float] = [first]
 
     def __mul__(self, other: Any) -> Later:
+        if type(other) is float and other == 1.0:
+            return self
         return self.relay.made(_product, self, other)
 
     __rmul__ = __mul__
@@ -124,8 +132,12 @@ class Later:
         raise SeveralNumbersError("found only later")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __neg__ = __abs__ = _refuse
-    __eq__ = __ne__ = __bool__ = __float__ = __index__ = __format__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __bool__ = __float__ = __index__ = __format__ = _refuse
     __hash__ = None  # type: ignore[assignment]
+
+
+def _identity(number: Any) -> Any:
+    return number if isinstance(number, (int, float)) else id(number)
 
 
 def _product(first: float, second: float) -> float:

@@ -6,8 +6,8 @@ which it would have been another are noted as *astray*; whoever started it judge
 set of rules serves both, and no step gets a result that its own numbers would not have given: whatever is not
 known here (`float`, formatting, `math`) sends all but the first astray.
 
-`hypot`, `greatest` and the like take plain numbers and `PerStep` alike, with the same bits; and numbers that are
-found one step after the other (`later`).
+`hypot`, `greatest` and the like take plain numbers and `PerStep` alike, with the same bits; and numbers that
+are found one step after the other (`later`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Together:
         others[0] = False
         self._part(others)
 
-    def leave(self, positions: Sequence[int]) -> None:
+    def leave(self, positions: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Some are astray; all others, where the first is one of them."""
         others = np.zeros(len(self.astray), dtype=bool)
         others[positions] = True
@@ -209,7 +209,11 @@ def smallest(*numbers: float) -> float:
 def _extreme(numbers: tuple[Any, ...], extreme: Any, plain: Any) -> float:
     kinds = [*map(type, numbers)]
     if Later in kinds:
-        return _noted(plain, numbers)
+        return (
+            _noted(plain, numbers)
+            if plain is max
+            else cast(float, _later_of(numbers).relay.made(plain, *numbers))
+        )
     if PerStep not in kinds:
         return cast(float, plain(numbers))
     found = _values(numbers[0])
@@ -219,8 +223,14 @@ def _extreme(numbers: tuple[Any, ...], extreme: Any, plain: Any) -> float:
 
 
 def _noted(function: Any, numbers: tuple[Any, ...]) -> float:
-    relay = next(number.relay for number in numbers if type(number) is Later)
-    return cast(float, relay.made(function, *numbers))
+    """What a function that no zero changes makes of numbers, none negative, some of which are found later."""
+    counting = [number for number in numbers if type(number) not in (int, float) or number != 0]
+    later = _later_of(numbers)
+    return cast(float, later if len(counting) == 1 else later.relay.made(function, *counting))
+
+
+def _later_of(numbers: tuple[Any, ...]) -> Later:
+    return next(number for number in numbers if type(number) is Later)
 
 
 def _together(numbers: tuple[Any, ...]) -> Together:

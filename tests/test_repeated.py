@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,6 +31,8 @@ import dispatch_trace as dt
 from dispatch_trace import per_step
 from dispatch_trace.align.folded_pairs import FoldedPairs
 from dispatch_trace.align.repeated import fold
+from dispatch_trace.judge.handed_on import AstrayError
+from dispatch_trace.later import Relay
 from dispatch_trace.report.facts import pair_row
 from dispatch_trace.store.reader import open_ranks
 
@@ -261,7 +263,8 @@ def test_steps_that_go_astray_are_judged_beside_the_others(tmp_path: Path) -> No
     ref, target = run(tmp_path / "ref", plain, given), run(tmp_path / "target", reordered(plain), given)
     folded = fold(open_ranks(ref)[0], open_ranks(target)[0])
     assert folded is not None
-    judge_ranks(folded.ref, folded.target)
+    with pytest.raises(AstrayError):
+        judge_ranks(folded.ref, folded.target)
     assert folded.astray() == {5}
     assert_same(*both_ways(ref, target))
 
@@ -315,6 +318,35 @@ def test_an_alignment_of_repeated_steps_answers_like_any_other(tmp_path: Path) -
     assert mine == theirs
     last = found.pairs[-1]
     assert [p.target.seq for p in found.upstream(last)] == [p.target.seq for p in again.upstream(last)]
+
+
+def test_numbers_found_step_by_step_have_the_bits_of_plain_ones() -> None:
+    generator = np.random.default_rng(0)
+    own, gain = np.exp(generator.normal(0, 5, (2, 50)))
+    together, relay = per_step.Together(50), Relay(50)
+    errors: list[float] = []
+
+    def error(before: float, at: int) -> float:
+        shrunk = per_step.smallest(float(gain[at]), 1.0) * before
+        return per_step.hypot(float(own[at]), per_step.greatest(0.0, per_step.hypot(shrunk * 1.0, 0.0)))
+
+    for at in range(50):
+        errors.append(error(errors[-1] if at else 2.0, at))
+    before = relay.handed(2.0, lambda at: made.values[at - 1])
+    steps = per_step.PerStep(gain, together)
+    shrunk = per_step.smallest(cast(float, steps), 1.0) * cast(Any, before)
+    inner = per_step.greatest(0.0, per_step.hypot(shrunk * 1.0, 0.0))
+    made = cast(Any, per_step.hypot(per_step.each(own, together), inner))
+    assert (steps < made) == (gain[0] < errors[0])
+    with pytest.raises(per_step.SeveralNumbersError):
+        float(made)
+    for _ in range(49):
+        relay.advance()
+    assert made.values == errors
+    (answers,) = relay.answers()
+    assert answers.tolist() == [bool(a > b) for a, b in zip(errors, gain.tolist(), strict=True)]
+    with pytest.raises(per_step.SeveralNumbersError):
+        made * 2.0
 
 
 def test_numbers_of_steps_have_the_bits_of_plain_ones() -> None:

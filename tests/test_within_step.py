@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch_trace as dt
 from dispatch_trace.align.folded_pairs import FoldedPairs
-from dispatch_trace.align.repeated import fold
+from dispatch_trace.align.repeated import Folded, fold
 from dispatch_trace.store.reader import open_ranks
 
 REPEATS = 24
@@ -226,3 +226,61 @@ def test_a_program_without_modules_is_compared(tmp_path: Path) -> None:
     assert found.verdict == "match" and isinstance(found.pairs, FoldedPairs)
     assert found.coverage["share"] == 1.0
     assert judge_ranks(open_ranks(ref)[0], open_ranks(target)[0]).verdict == "match"
+
+
+LONG = 60
+
+
+class Long(Looping):
+    """A fault stays, and its error hardly changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(LONG):
+            x = self.block(x)
+        return self.head(x)
+
+
+def long_training(path: Path, beneath: TorchDispatchMode) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16))
+    steps, generator = momentum(model.parameters()), torch.Generator().manual_seed(1)
+    with beneath, dt.record(path, model, save="stats") as recording:
+        for _ in range(LONG):
+            with recording.step():
+                x = torch.randn(8, 16, generator=generator)
+                loss = ((model(x) - x) ** 2).mean()
+                steps.zero_grad()
+                loss.backward()
+                steps.step()
+
+
+@pytest.mark.parametrize(
+    "run, at", [(looping(Long), 41), (long_training, 101)], ids=["one step", "a training"]
+)
+def test_what_is_wrong_behind_a_fault_is_judged_at_once(
+    tmp_path: Path, run: Run, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+
+    def parted(folded: Folded) -> Folded | None:
+        found = take_apart(folded)
+        shown.append(0 if found is None else found.num_shown)
+        return found
+
+    take_apart = Folded.parted
+    monkeypatch.setattr(Folded, "parted", parted)
+    monkeypatch.setattr("dispatch_trace.judge.folded._MAX_SHARE", 20.0)
+    ref, target = recorded(tmp_path, run, change=lambda out: out * 1.5, at=[at])
+    once, each = both_ways(ref, target)
+    assert_same_findings(once, each)
+    assert [f.label for f in each.findings if f.fatal] == ["introduced"]
+    num_records = sum(dt.open(path).num_records for path in (ref, target))
+    assert 0 < 2 * shown[-1] < num_records
+
+
+def test_a_weight_that_an_optimiser_wrote_from_something_wrong_is_not_to_blame(tmp_path: Path) -> None:
+    ref, target = recorded(tmp_path, RUNS["momentum"], change=lambda out: out * 1.5, at=[41])
+    found = dt.align(ref, target)
+    assert [f.label for f in found.findings if f.fatal] == ["introduced"]
+    weights = [pair for pair in found.pairs if pair.target is not None and pair.target.kind == "param"]
+    assert {pair.label for pair in weights} == {"", "inherited"}

@@ -72,6 +72,7 @@ class FoldedReader(ReaderView):
         super().__init__(side.reader)
         self._side = side
         self._number = number
+        self._seq = side.seq.astype(np.int64)  # as what is searched for: else NumPy copies it for each search
         self._shown = np.ones(len(side.seq), dtype=bool)
         self._group_of = np.full(len(side.seq), -1, dtype=np.int32)  # of each record that shows
         self._groups = groups
@@ -142,7 +143,7 @@ class FoldedReader(ReaderView):
             begin += frame.num_records
 
     def record(self, seq: int) -> StoredRecord:
-        return self._seen(self._whole.record(seq), int(np.searchsorted(self._side.seq, seq)))
+        return self._seen(self._whole.record(seq), int(self._seq.searchsorted(seq)))
 
     def content(self, id: int) -> StoredContent:
         steps = self.together(id)
@@ -174,6 +175,10 @@ class FoldedReader(ReaderView):
         places = [self.per_step(id, steps).places for id in (first, second)]
         self._several.append((steps, np.where(where, places[1], places[0])))
         return _PER_STEP + len(self._several) - 1
+
+    @property
+    def is_astray(self) -> bool:
+        return any(group.together.astray.any() for group in self._groups)
 
     @property
     def unfolded(self) -> RankReader:
@@ -216,9 +221,10 @@ class FoldedReader(ReaderView):
             self.lose(self._whole.record(source[0]))
         else:
             # What is wrong in one block is likely so in those behind it, too.
-            lost = [reads for reads, _ in self._sources[at][source]]
-            ends = np.searchsorted(group.runs, group.runs[lost], side="right")
-            group.together.leave(sorted({p for at, end in zip(lost, ends, strict=True) for p in range(at, end)}))
+            lost = np.array([reads for reads, _ in self._sources[at][source]])
+            first = np.full(int(group.runs[-1]) + 1, len(group.runs))
+            np.minimum.at(first, group.runs[lost], lost)
+            group.together.leave(np.flatnonzero(np.arange(len(group.runs)) >= first[group.runs]))
 
     def joined(self, record: StoredRecord) -> Together | None:
         group = self._group(record)
@@ -247,7 +253,7 @@ class FoldedReader(ReaderView):
         return None if number < 0 else self._groups[number]
 
     def _row(self, record: StoredRecord) -> int:
-        return int(np.searchsorted(self._side.seq, record.seq))
+        return int(self._seq.searchsorted(record.seq))
 
     def _first(self, id: int) -> StoredContent:
         if id < _PER_STEP:
@@ -296,7 +302,7 @@ class FoldedReader(ReaderView):
         if len(slot.producers) != 2 or not self.reads_across:
             return None
         seq = slot.producers[0][0]
-        row = int(np.searchsorted(self._side.seq, seq))
+        row = int(self._seq.searchsorted(seq))
         if not self._side.is_version[row] or int(self._side.table.first_slot[row]) not in self._sources:
             return None
         return seq
@@ -343,7 +349,7 @@ class Folded:
             firsts = [[side.first_seq(block) for block in blocks] for side in sides]
             ref, target = (np.array(seqs) - seqs[0] for seqs in firsts)
             places = np.array([self._order[block] for block in blocks])
-            runs = np.cumsum(np.diff(places, prepend=places[0] - 1) > 1)
+            runs = (np.diff(places, prepend=places[0] - 1) > 1).astype(np.int64).cumsum()
             self._groups.append(_Group(tuple(blocks), Together(len(blocks)), (ref, target), runs))
         self._by_step = {group.blocks[0][0]: group for group in self._groups}
         self.ref, self.target = (FoldedReader(sides[n], n, self._groups) for n in (0, 1))

@@ -10,6 +10,7 @@ from typing import Any
 
 from dispatch_trace.align.repeated import Folded
 from dispatch_trace.judge.findings import Finding, Judgement
+from dispatch_trace.judge.handed_on import AstrayError
 from dispatch_trace.per_step import SeveralNumbersError, of_step
 from dispatch_trace.store.reader import RankReader
 
@@ -39,6 +40,9 @@ def judge_folded(folded: Folded, judge: Callable[[RankReader, RankReader], Judge
             return None
         try:
             found = judge(rest.ref, rest.target)
+        except AstrayError:
+            rest = rest.parted()
+            continue
         except SeveralNumbersError:
             return None
         if not (rest.astray() or (rest.grows and rest.target.doubted)):

@@ -1,15 +1,16 @@
 """What one step hands on to another, where steps that repeat are judged all at once.
 
-A value that another step made is a leaf where it is read (`align.repeated`). What is known of it there is what
-is known of it where it was made: it is right, or wrong, and then with the error that it would have without a
-defect. For the first of steps that stand for each other it is known before they are judged; the others are
-taken to be handed the same, right or wrong, and that is checked at the end. The error without a defect goes
-from step to step (`later`).
+A value that another step made is a leaf where it is read (`align.repeated`). What is known of it there is
+what is known of it where it was made: it is right, or wrong, and then with the error that it would have
+without a defect. For the first of steps that stand for each other it is known before they are judged; the
+others are taken to be handed the same, right or wrong, and that is checked at the end. The error without a
+defect goes from step to step (`later`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from dispatch_trace.judge.noise import NoisePass, State
 
 
+class AstrayError(Exception):
+    """Some steps do not take the way of the one that stands for them: what is found says nothing."""
+
+
 class HandedOn:
     """Judges what steps of the target are handed by others."""
 
@@ -36,6 +41,7 @@ class HandedOn:
         self._relays: dict[Together, Relay] = {}
         self._gone_on: set[Together] = set()
         self._is_settled = False
+        self._makers: dict[Value, dict[int, list[tuple[Value, int]]]] = {}
 
     def come_to(self, record: StoredRecord) -> None:
         """Finds what steps before a record hand on; records come in order."""
@@ -106,7 +112,17 @@ class HandedOn:
                 steps.decide(holds)
 
     def check(self) -> None:
-        """Loses steps that are handed something else than they were taken to be."""
+        """Loses steps that are handed something else than they were taken to be.
+
+        Raises:
+          AstrayError: not all steps that are judged at once go the same way.
+        """
+        if self._reader.reads_across:
+            self._lose_mistaken()
+        if self._reader.is_astray:
+            raise AstrayError
+
+    def _lose_mistaken(self) -> None:
         for value, state in self._noise.states.items():
             if state.suspicious and not state.tainted:  # wrong, and nothing that it was made of is
                 self._reader.doubt(self._target.records[value[0]])
@@ -128,30 +144,41 @@ class HandedOn:
                 ):
                     self._reader.lose_readers(record, slot, source)
 
-    def makers(self, value: Value, run: int) -> Iterator[tuple[Value, int]]:
-        """What made a value that another step reads, with the run of steps in which that did.
+    def makers(self, value: Value, run: int) -> Sequence[tuple[Value, int]]:
+        """What made a value that another step reads, where it is wrong, and in which run of steps it did.
 
         Args:
           run: of steps, in which it is read; -1 where its reader stands for itself.
         """
+        found = self._makers.get(value)
+        if found is None:
+            found = self._makers[value] = self._makers_of(value)
+        return found.get(run, ())
+
+    def _makers_of(self, value: Value) -> dict[int, list[tuple[Value, int]]]:
+        """`makers` in each run."""
         record, slot = self._target.records[value[0]], self._target.slot(value)
-        for source, places in self._reader.handed(record, slot).items():
-            maker = self._target.records[source[0]]
-            in_run = [made for reads, made in places if run < 0 or self._reader.run_of(record, reads) == run]
-            for number in dict.fromkeys(self._reader.run_of(maker, made) for made in in_run):
-                yield source, number
+        found: dict[int, dict[tuple[Value, int], None]] = defaultdict(dict)
+        if self._noise.state(value).wrong:
+            for source, places in self._reader.handed(record, slot).items():
+                maker = self._target.records[source[0]]
+                if self._noise.state(source).suspicious:
+                    for reads, made in places:
+                        run = self._reader.run_of(record, reads)
+                        found[run][source, self._reader.run_of(maker, made)] = None
+        return {run: list(makers) for run, makers in found.items()}
 
     def runs(self, record: StoredRecord) -> Sequence[int]:
         """The runs of the steps that a record stands for; -1 where it stands for itself."""
         return range(self._reader.num_runs(record)) or (-1,)
 
     def run_in(self, value: Value, run: int) -> int:
-        """The run of steps in which a value is that others read within their step, in one run; -1 as above."""
+        """The run of steps that a value is of which others, of one run, read within their step."""
         return run if self._reader.num_runs(self._target.records[value[0]]) else -1
 
     def lose_readers(self, value: Value) -> None:
         """Who reads what is to blame is looked at step by step."""
-        if self._reader.reads_across:
+        if self._reader.reads_across and not self._reader.num_runs(self._target.records[value[0]]):
             for seq, _ in self._target.consumers.get(value, ()):
                 self._reader.lose(self._target.records[seq])
 
@@ -170,4 +197,4 @@ def _is_plain(pairing: Pairing, link: Link) -> bool:
     return made == (link.ref_content, link.target_content)
 
 
-__all__ = ["HandedOn"]
+__all__ = ["AstrayError", "HandedOn"]

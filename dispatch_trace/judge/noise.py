@@ -141,6 +141,10 @@ class NoisePass:
         self._declared_within: dict[CallKey, float] = {}
 
     def run(self) -> None:
+        """
+        Raises:
+          AstrayError: see `HandedOn.check`.
+        """
         if not self.exact:
             for record in self.pairing.ref.records.values():
                 if record.kind == "op" and not self.pairing.ref.is_edge(record):
@@ -153,8 +157,7 @@ class NoisePass:
         for value in self.flow.unfed():
             self.state(value)
         self.handed_on.settle()
-        if self.pairing.target.reader.reads_across:
-            self.handed_on.check()
+        self.handed_on.check()
 
     # States -----------------------------------------------------------------------------------------
 

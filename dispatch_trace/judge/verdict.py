@@ -7,7 +7,7 @@ Everything else is `inconclusive`, and `reasons` says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -150,6 +150,8 @@ class RoundJudge:
         self._notices = list(pairing.notices)
         self._reached: set[Value] = set()
         self._passed: set[tuple[Value, int]] = set()
+        self._fed_by: dict[Value, list[Value]] = {}
+        self._blamed: set[Value] = set()
         self._places: dict[int, Value] = {}  # the wrong value behind a finding, by the finding's record
         self.outputs: list[Output] = []
 
@@ -376,52 +378,20 @@ class RoundJudge:
         before = len(self._reached)
         sources = {value for value, _, _ in todo}
         for value, reader, run in todo:
-            state = self._noise.state(value)
-            if not state.suspicious or (value, run) in self._passed:
+            if (value, run) in self._passed or not self._is_suspicious(value):
                 continue
             self._passed.add((value, run))
             self._reached.add(value)
-            record = self._target.records[value[0]]
-            if record.kind == "module" and record.slots[value[1]].role == "out":
-                inside = [
-                    (o.value, record)
-                    for slot in record.slots
-                    if slot.role == "in" and slot.is_tensor
-                    for o in self._target.origins(record, slot)
-                    if self._noise.state(o.value).suspicious
-                ]
-                inside += [(v, record) for v in self._noise.flow.before(value) if self._is_suspicious(v)]
-                if inside:
-                    todo += [(v, reads, handed_on.run_in(v, run)) for v, reads in inside]
-                else:
-                    found.append((record.seq, self._blame.opaque(value)))
-                continue
-            if record.kind != "op" or self._target.is_leaf(value):
-                made = [
-                    (v, record, number)
-                    for v, number in self._made_before(value, run)
-                    if self._is_suspicious(v)
-                ]
-                if made and state.tainted:
-                    todo += made
-                    continue
-                reader = self._first_reader(value, reader)
-                found.append((reader.seq, self._blame.leaf(value, reader)))
-                continue
-            inputs = [
-                (origin.value, record, handed_on.run_in(origin.value, run))
-                for slot in self._target.inputs(record)
-                for origin in self._target.origins(record, slot)
-                if self._noise.state(origin.value).suspicious
-            ]
-            if inputs and state.tainted:
-                todo += inputs
-            elif state.wrong:
-                handed_on.lose_readers(value)
-                finding = self._blame.value(value)
-                weights = [] if finding.label == "parameter" else self._weights_behind(record)
-                self._places[finding.seq] = value
-                found += weights or [(record.seq, finding)]
+            if value not in self._fed_by:
+                self._fed_by[value] = self._wrong_inputs(value)
+            inputs, makers = self._fed_by[value], handed_on.makers(value, run)
+            if inputs or makers:
+                record = self._target.records[value[0]]
+                todo += [(before, record, handed_on.run_in(before, run)) for before in inputs]
+                todo += [(made, record, at) for made, at in makers]
+            elif value not in self._blamed:
+                self._blamed.add(value)
+                found += self._culprit(value, reader)
         if not found and len(self._reached) == before and not any(v in self._reached for v in sources):
             finding = self._blame.output(
                 output.ref, output.ref_slot, output.record, output.slot, output.difference, output.band
@@ -429,14 +399,43 @@ class RoundJudge:
             found.append((output.record.seq, finding))
         return found
 
-    def _made_before(self, value: Value, run: int) -> Iterator[tuple[Value, int]]:
-        """What made a leaf, where that is known: a weight that an optimiser wrote, or what another step made."""
-        handed_on, record = self._noise.handed_on, self._target.records[value[0]]
-        yield from handed_on.makers(value, run)
-        if record.kind == "param":
-            for by in self._target.writers(record):
-                if by != value:
-                    yield by, handed_on.run_in(by, run)
+    def _wrong_inputs(self, value: Value) -> list[Value]:
+        """Of a suspicious value those that it was made of, in its step, and that are suspicious too."""
+        record, state = self._target.records[value[0]], self._noise.state(value)
+        if record.kind == "module" and record.slots[value[1]].role == "out":
+            read = [s for s in record.slots if s.role == "in" and s.is_tensor]
+            before = [o.value for slot in read for o in self._target.origins(record, slot)]
+            before += self._noise.flow.before(value)
+        elif not state.tainted:
+            return []
+        elif record.kind == "param":  # a weight that an optimiser wrote
+            before = [] if record.slots[value[1]].role == "in" else self._target.writers(record)
+        elif record.kind != "op" or self._target.is_leaf(value):
+            return []
+        else:
+            read = self._target.inputs(record)
+            before = [o.value for slot in read for o in self._target.origins(record, slot)]
+        return [each for each in before if self._is_suspicious(each)]
+
+    def _culprit(self, value: Value, reader: StoredRecord) -> list[tuple[int, Finding]]:
+        """(position, finding) of a suspicious value that was made of right ones.
+
+        Args:
+          reader: through which the walk came to it.
+        """
+        record = self._target.records[value[0]]
+        if record.kind == "module" and record.slots[value[1]].role == "out":
+            return [(record.seq, self._blame.opaque(value))]
+        if record.kind != "op" or self._target.is_leaf(value):
+            reader = self._first_reader(value, reader)
+            return [(reader.seq, self._blame.leaf(value, reader))]
+        if not self._noise.state(value).wrong:
+            return []
+        self._noise.handed_on.lose_readers(value)
+        finding = self._blame.value(value)
+        weights = [] if finding.label == "parameter" else self._weights_behind(record)
+        self._places[finding.seq] = value
+        return weights or [(record.seq, finding)]
 
     def _first_reader(self, value: Value, reader: StoredRecord) -> StoredRecord:
         """The first wrong op that reads a wrong parameter: the walk meets the last call of a module first."""

@@ -49,6 +49,11 @@ class Singly:
         raise NotImplementedError
 
     @property
+    def is_astray(self) -> bool:
+        """Whether some of the steps that stand for each other do not go the way of the first."""
+        return False
+
+    @property
     def unfolded(self) -> Any:
         """The rank with all its steps."""
         return self
@@ -73,8 +78,8 @@ class Singly:
     def handed(
         self, record: StoredRecord, slot: StoredSlot
     ) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
-        """`sources`, each with the positions of the steps that read it, and of those that made what they read;
-        -1 where one stands for itself."""
+        """`sources`, each with the positions of the steps that read it, and of those that made what they
+        read; -1 where one stands for itself."""
         return {}
 
     def joined(self, record: StoredRecord) -> Together | None:
@@ -82,13 +87,13 @@ class Singly:
         return None
 
     def turns(self) -> Sequence[tuple[int, Together, int]]:
-        """Of all steps that stand for each other, in the order of the run, the number of the first record, with
-        whom and at which position."""
+        """Of all steps that stand for each other, in order: the number of the first record, with whom and at
+        which position."""
         return ()
 
     def run_of(self, record: StoredRecord, position: int) -> int:
-        """The number of the run of neighbours, among the steps that a record stands for, that one of them is in;
-        -1 where it stands for itself."""
+        """Which run of neighbours one of the steps that a record stands for is in; -1 where it stands for
+        itself."""
         return -1
 
     def num_runs(self, record: StoredRecord) -> int:
