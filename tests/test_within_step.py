@@ -283,4 +283,4 @@ def test_a_weight_that_an_optimiser_wrote_from_something_wrong_is_not_to_blame(t
     found = dt.align(ref, target)
     assert [f.label for f in found.findings if f.fatal] == ["introduced"]
     weights = [pair for pair in found.pairs if pair.target is not None and pair.target.kind == "param"]
-    assert {pair.label for pair in weights} == {"", "inherited"}
+    assert {pair.label for pair in weights} <= {"", "inherited"}

@@ -107,9 +107,9 @@ class FoldedReader(ReaderView):
             numbers[at] = known[key]
         return numbers
 
-    def _read_across(self) -> dict[int, dict[tuple[int, int], list[tuple[int, int]]]]:
+    def _read_across(self) -> dict[int, dict[tuple[int, int], Numbers]]:
         """What stands for several or is read by such, of another block, by the slot that shows and reads it;
-        with the positions of the blocks that read it, in order, and of those that made it."""
+        with [n, 2], the positions of the blocks that read it, in order, and of those that made it."""
         side, table = self._side, self._side.table
         slot, made_by, index = side.across
         # Each record by the one that shows for it, and its number in its block.
@@ -122,14 +122,17 @@ class FoldedReader(ReaderView):
                 shown[begin:end], position[begin:end] = np.arange(first, last), number
         row = np.repeat(np.arange(len(side.seq)), np.diff(table.first_slot))[slot]
         chosen = (position[row] >= 0) | (position[made_by] >= 0)
-        found: dict[int, dict[tuple[int, int], list[tuple[int, int]]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
         seen = table.first_slot[shown[row]] + slot - table.first_slot[row]
-        columns = seen, side.seq[shown[made_by]], index, position[row], position[made_by]
-        for at, seq, place, *numbers in zip(*(column[chosen].tolist() for column in columns), strict=True):
-            found[at][seq, place].append(tuple(numbers))
-        return {at: dict(sorted(sources.items())) for at, sources in found.items()}
+        keys = np.stack([column[chosen] for column in (seen, side.seq[shown[made_by]], index)], axis=1)
+        positions = np.stack([position[row][chosen], position[made_by][chosen]], axis=1)
+        order = np.lexsort(keys.T[::-1])
+        keys, positions = keys[order], positions[order]
+        begins = np.flatnonzero((np.diff(keys, axis=0, prepend=-1) != 0).any(1))
+        found: dict[int, dict[tuple[int, int], Numbers]] = defaultdict(dict)
+        parts = np.split(positions, begins[1:])
+        for (at, seq, place), part in zip(keys[begins].tolist(), parts, strict=False):  # none: one empty part
+            found[at][seq, place] = part
+        return dict(found)
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
         begin = 0
@@ -221,7 +224,7 @@ class FoldedReader(ReaderView):
             self.lose(self._whole.record(source[0]))
         else:
             # What is wrong in one block is likely so in those behind it, too.
-            lost = np.array([reads for reads, _ in self._sources[at][source]])
+            lost = self._sources[at][source][:, 0]
             first = np.full(int(group.runs[-1]) + 1, len(group.runs))
             np.minimum.at(first, group.runs[lost], lost)
             group.together.leave(np.flatnonzero(np.arange(len(group.runs)) >= first[group.runs]))
@@ -270,8 +273,9 @@ class FoldedReader(ReaderView):
             return record
         slots = [self._seen_slot(group, first + slot.index, slot) for slot in record.slots]
         if record.kind == "param" and first in self._sources:
-            # A parameter is judged by what it holds; what wrote it stands in a slot of its own.
+            # What wrote a parameter stands in a slot of its own.
             slots.append(replace(slots[0], index=1, role="in"))
+            slots[0] = replace(slots[0], producers=((record.seq, 1),))
         args = record.args
         if group >= 0:
             begin, _ = self._side.blocks[self._groups[group].blocks[0]]
@@ -314,9 +318,7 @@ class FoldedReader(ReaderView):
             return ()
         return tuple(self._sources.get(self._slot_at(record, slot), ()))
 
-    def handed(
-        self, record: StoredRecord, slot: StoredSlot
-    ) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
+    def handed(self, record: StoredRecord, slot: StoredSlot) -> Mapping[tuple[int, int], Numbers]:
         if not self.sources(record, slot):
             return {}
         return self._sources[self._slot_at(record, slot)]

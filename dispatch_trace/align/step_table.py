@@ -342,12 +342,10 @@ class StepTable:
 
     def slots_of(self, steps: Sequence[BlockKey], column: Numbers) -> Numbers:
         """[num slots of a step, num steps], a column of the slots of steps that are alike."""
-        first_slot = self.table.first_slot
-        parts = []
-        for step in steps:
-            begin, end = self.blocks[step]
-            parts.append(column[first_slot[begin] : first_slot[end]])
-        return np.stack(parts, axis=1)
+        begin, end = np.array([self.blocks[step] for step in steps]).T
+        starts, count = self.table.first_slot[begin], self.table.first_slot[end[0]]
+        found: Numbers = column[np.arange(count - starts[0])[:, None] + starts]
+        return found
 
     def geometries_of(self, steps: Sequence[BlockKey], together: Together) -> dict[int, tuple[Any, ...]]:
         """Shape, strides and offset of slots that have others in some steps, by place in the step."""
@@ -360,8 +358,8 @@ class StepTable:
 
     def arguments_of(self, steps: Sequence[BlockKey], together: Together) -> dict[int, tuple[Any, ...]]:
         """The arguments of the records that have others in each of some steps, by place in the step."""
-        blocks = [self.blocks[step] for step in steps]
-        args = np.stack([self.table.record["args"][begin:end] for begin, end in blocks], axis=1)
+        begin, end = np.array([self.blocks[step] for step in steps]).T
+        args = self.table.record["args"][np.arange(end[0] - begin[0])[:, None] + begin]
         return {
             at: tuple((name, value) for name, value in together_of(values, together))
             for at, values in self._varied(args)

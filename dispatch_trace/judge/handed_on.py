@@ -60,7 +60,7 @@ class HandedOn:
           state: as far as it can be measured there.
         """
         handed = self._reader.handed(record, slot)
-        source, places = min(handed.items(), key=lambda item: item[1][0])
+        source, places = min(handed.items(), key=lambda item: item[1][0].tolist())
         made = self._noise.states.get(source)
         state.explained = made is None or not _is_handed_wrong(made)  # `check`
         if made is not None and not state.explained:
@@ -68,13 +68,15 @@ class HandedOn:
             state.noise = state.rho if state.rho is not None and is_finite(state.rho) else 1.0
             steps = self._reader.joined(record)
             if steps is None:
-                state.clean = of_step(made.clean, places[0][1])
+                state.clean = of_step(made.clean, int(places[0, 1]))
             else:
                 state.clean = self._clean(steps, handed)
 
     def _clean(self, steps: Together, handed: Any) -> float:
         """What values would be off by without a defect, as they are handed to steps."""
-        where = {reads: (source, made) for source, places in handed.items() for reads, made in places}
+        where = {
+            reads: (source, made) for source, places in handed.items() for reads, made in places.tolist()
+        }
 
         def found(position: int) -> float:
             source, made_at = where.get(position, (None, -1))
@@ -163,7 +165,7 @@ class HandedOn:
             for source, places in self._reader.handed(record, slot).items():
                 maker = self._target.records[source[0]]
                 if self._noise.state(source).suspicious:
-                    for reads, made in places:
+                    for reads, made in places.tolist():
                         run = self._reader.run_of(record, reads)
                         found[run][source, self._reader.run_of(maker, made)] = None
         return {run: list(makers) for run, makers in found.items()}

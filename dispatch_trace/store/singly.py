@@ -75,11 +75,9 @@ class Singly:
         """What other steps made of what a slot of steps that repeat reads, by (record, slot) that show."""
         return ()
 
-    def handed(
-        self, record: StoredRecord, slot: StoredSlot
-    ) -> Mapping[tuple[int, int], Sequence[tuple[int, int]]]:
-        """`sources`, each with the positions of the steps that read it, and of those that made what they
-        read; -1 where one stands for itself."""
+    def handed(self, record: StoredRecord, slot: StoredSlot) -> Mapping[tuple[int, int], npt.NDArray[Any]]:
+        """`sources`, each with [n, 2], positions of the steps that read it, in order, and of those that made
+        what they read; -1 where one stands for itself."""
         return {}
 
     def joined(self, record: StoredRecord) -> Together | None:
