@@ -391,6 +391,37 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_defect(tmp_path: Path) -
     assert dt.align(ref, target).verdict == "match"
 
 
+class Keys(nn.Module):
+    """Attention whose keys have a bias: softmax takes no notice of it, so that its gradient is zero."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.written = written
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x)[:, None], self.k(x)[:, None], self.v(x)[:, None]
+        if self.written:
+            return ((q * 8**-0.5) @ k.transpose(-1, -2)).softmax(-1) @ v
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@SAVES
+def test_sums_that_are_rounding_alone_on_both_sides_are_equal(save: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    fused = Keys(False)
+    written = Keys(True)
+    written.load_state_dict(fused.state_dict())
+    x = torch.randn(3, 12, 8, generator=torch.Generator().manual_seed(1))
+    ref = train(tmp_path / "ref", fused, x, save)
+    target = train(tmp_path / "target", written, x, save)
+    assert dt.align(ref, target).verdict == "match"
+    with torch.no_grad():
+        written.v.bias[3] += 0.5
+    wrong = train(tmp_path / "wrong", written, x, save)
+    assert dt.align(ref, wrong).verdict == "diverged"
+
+
 def test_one_op_in_the_place_of_many_modules_blames_what_is_around_them(tmp_path: Path) -> None:
     """torch runs a whole encoder layer as one op only where both norms have one epsilon."""
     torch.manual_seed(0)

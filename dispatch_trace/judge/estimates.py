@@ -157,6 +157,10 @@ def reduction_length(program: Program, record: StoredRecord, out: StoredSlot) ->
     return 1
 
 
+# A sum is nothing but rounding where one rounding of each of its terms makes this share of it.
+NOTHING = 0.1
+
+
 def own_noise(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> float:
     """Relative error that the op's own rounding may add: tau = u_out + sqrt(n) u_acc."""
     kind = dtype_class(out.dtype)
@@ -180,6 +184,19 @@ def _cancellation(program: Program, record: StoredRecord, out: StoredSlot, measu
     gains = gains_of(program, record, out, measure)
     found = [g for _, g in gains if is_finite(g)]
     return smallest(greatest(*found), 1e3) if found else 1.0
+
+
+def is_rounding_alone(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> bool:
+    """Whether a sum cancels so far that what is left of it is the rounding of its terms: it is zero."""
+    inputs = program.inputs(record)
+    if short(record.op) not in ("sum", "mean") or not inputs or dtype_class(out.dtype) != "f":
+        return False
+    size, result = measure(record, inputs[0]).rms, measure(record, out).rms
+    if not isinstance(size, float) or not isinstance(result, float):
+        return False
+    n = reduction_length(program, record, out)
+    terms = root(n) * size if short(record.op) == "sum" else size / root(n)
+    return n > 1 and min(ACCUMULATOR, roundoff(out.dtype)) * terms >= result * NOTHING
 
 
 def gains_of(

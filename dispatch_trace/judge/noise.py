@@ -18,7 +18,7 @@ from dispatch_trace.align.flow import Flow, has_inputs
 from dispatch_trace.align.graph import Call, CallKey, Origin, Program, Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
-from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, own_noise, roundoff
+from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, is_rounding_alone, own_noise, roundoff
 from dispatch_trace.judge.handed_on import HandedOn
 from dispatch_trace.judge.magnitudes import Magnitudes
 from dispatch_trace.judge.quantised import Codes, codes_of, quantisation_noise
@@ -253,10 +253,12 @@ class NoisePass:
         state.explained = within(difference, limit)
         if not state.explained and not self.exact and self.pairing.ref.is_leaf(link.ref):
             self._excuse_grid(state, link, difference)  # a weight that the target keeps as codes and scales
+        if not state.explained and not self.exact and self._are_nothing(record, out, link):
+            state.explained = True
         if not state.explained and not budget.tainted and record.random:
             state.flags |= {("random", record.seq)}
         if state.explained:
-            state.noise = state.clean = difference.rho
+            state.noise = state.clean = difference.rho if is_finite(difference.rho) else 1.0
             strict = self.floored(self.band(hypot(budget.free, ref_noise), difference), link)
             state.flags = frozenset(budget.flags)
             if within(difference, strict):
@@ -279,6 +281,13 @@ class NoisePass:
                 # Behind a flipped decision whole rows are others, by as much as they please.
                 state.explained, state.clean = True, state.noise
         return state
+
+    def _are_nothing(self, record: StoredRecord, out: StoredSlot, link: Link) -> bool:
+        """Whether both sides add up to zero but for the rounding of their terms: no digit counts."""
+        owner = self.pairing.ref.records[link.ref[0]]
+        return is_rounding_alone(self.pairing.target, record, out, self.sizes.of_slot) and is_rounding_alone(
+            self.pairing.ref, owner, owner.slots[link.ref[1]], self.ref_sizes.of_slot
+        )
 
     def doubts(self, flags: frozenset[tuple[str, int]]) -> bool:
         """Whether what had to be granted on the way leaves open if a difference means anything."""
