@@ -73,6 +73,8 @@ DISCRETE = _names(
     fake_quantize_per_channel_affine_cachemask
     """
 )
+# To integers these cut off what is behind the point.
+CASTS = _names("_to_copy to type_as")
 # Beside elements that hardly change, integers that say which they are: these are decisions.
 CHOOSING = _names(
     """
@@ -195,9 +197,9 @@ def dtype_class(dtype: str) -> str:
 
 
 def decides(record: StoredRecord, out: StoredSlot) -> bool:
-    """Whether a result is integers that an op made of what it compared: noise may turn them into others."""
+    """Whether a result is integers that an op made of what it compared or cast: noise may change them."""
     name = short(record.op)
-    return (name in DISCRETE or name in CHOOSING) and dtype_class(out.dtype) in "ib"
+    return dtype_class(out.dtype) in "ib" and (name in DISCRETE or name in CHOOSING or name in CASTS)
 
 
 def is_empty(record: StoredRecord) -> bool:

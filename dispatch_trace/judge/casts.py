@@ -1,7 +1,8 @@
 """Undeclared casts: whether a lower precision is how the target computes, or one op's fault.
 
-Who runs all products in bfloat16 has chosen so. A cast before one of many products that are not cast, which
-takes the outputs farther from the program's own values than rounding does, is a fault of that op.
+Who runs all products in bfloat16 has chosen so, and whose modules hand on bfloat16 computes in it. A cast
+before one of many products that are not cast, which takes the outputs farther from the program's own values
+than rounding does, is a fault of that op.
 """
 
 from __future__ import annotations
@@ -9,10 +10,25 @@ from __future__ import annotations
 from collections import Counter
 
 from dispatch_trace.align.canon import dtype_class, family
+from dispatch_trace.align.pairs import Pairing
+from dispatch_trace.judge.estimates import roundoff
 from dispatch_trace.judge.noise import NoisePass
 
 # From this share of all ops of a kind on, casting them is how the program computes.
 _POLICY = 0.5
+
+
+def handed_on(pairing: Pairing) -> float:
+    """The coarsest roundoff that modules of the target hand on: nobody hides that it computes so."""
+    return max(
+        (
+            roundoff(slot.dtype)
+            for _, record in pairing.modules
+            for slot in record.slots
+            if slot.role == "out" and slot.is_tensor and dtype_class(slot.dtype) == "f"
+        ),
+        default=0.0,
+    )
 
 
 def lone_casts(noise: NoisePass) -> list[int]:
@@ -25,6 +41,7 @@ def lone_casts(noise: NoisePass) -> list[int]:
     casts = {seq for state in noise.states.values() for kind, seq in state.flags if kind == "cast"}
     if not casts:
         return []
+    coarsest = handed_on(noise.pairing)
     totals: Counter[str] = Counter()
     cast_ops: Counter[str] = Counter()
     kinds: dict[int, set[str]] = {seq: set() for seq in casts}
@@ -47,5 +64,7 @@ def lone_casts(noise: NoisePass) -> list[int]:
     return sorted(
         seq
         for seq, names in kinds.items()
-        if names and all(cast_ops[name] < _POLICY * totals[name] for name in names)
+        if names
+        and all(cast_ops[name] < _POLICY * totals[name] for name in names)
+        and max(roundoff(slot.dtype) for slot in target.outputs(target.records[seq])) > coarsest
     )

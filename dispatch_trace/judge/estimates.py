@@ -51,6 +51,7 @@ _REDUCTIONS = frozenset(
     ]
 )
 _POWERS = {"rsqrt": 0.5, "sqrt": 0.5, "reciprocal": 1.0, "square": 2.0, "_foreach_sqrt": 0.5}
+_SUMS = frozenset({"sum", "nansum", "mean"})
 # The derivative is at most about 1.
 _LIPSCHITZ = frozenset(
     [
@@ -101,6 +102,15 @@ _LIPSCHITZ = frozenset(
         "adaptive_avg_pool2d",
     ]
 )
+# Gradients of parameters are sums over all that they were used on: by result, the operand that the incoming
+# gradient is multiplied with ("": numbers of size 1).
+_PARAMETER_GRADIENTS = {
+    "convolution_backward": {"out[1]": "in.input", "out[2]": ""},
+    "native_layer_norm_backward": {"out[1]": "", "out[2]": ""},
+    "native_group_norm_backward": {"out[1]": "", "out[2]": ""},
+    "native_batch_norm_backward": {"out[1]": "", "out[2]": ""},
+    "_fused_rms_norm_backward": {"out[1]": ""},
+}
 _ADDITIVE = frozenset(
     [
         "add",
@@ -148,6 +158,9 @@ def reduction_length(program: Program, record: StoredRecord, out: StoredSlot) ->
     source = next(iter(inputs.values()), None)
     if source is None or not source.shape:
         return 1
+    if out.name in _PARAMETER_GRADIENTS.get(short(record.op), ()):
+        parts = out.shape[0] if len(out.shape) > 2 else slot_numel(out)  # the channels of a kernel
+        return max(slot_numel(source) // max(parts, 1), 1)
     if group in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
         return max(source.shape[-1], 1)
     if group in ("group_norm", "batch_norm") or short(record.op) in _REDUCTIONS:
@@ -158,7 +171,7 @@ def reduction_length(program: Program, record: StoredRecord, out: StoredSlot) ->
 
 
 # A sum is nothing but rounding where one rounding of each of its terms makes this share of it.
-NOTHING = 0.1
+NOTHING = 0.03
 
 
 def own_noise(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> float:
@@ -187,16 +200,17 @@ def _cancellation(program: Program, record: StoredRecord, out: StoredSlot, measu
 
 
 def is_rounding_alone(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> bool:
-    """Whether a sum cancels so far that what is left of it is the rounding of its terms: it is zero."""
-    inputs = program.inputs(record)
-    if short(record.op) not in ("sum", "mean") or not inputs or dtype_class(out.dtype) != "f":
+    """Whether a sum cancels so far that what is left of it is the rounding of its terms: it is zero.
+
+    The gradient of a bias that a norm or a softmax takes away again is such a sum.
+    """
+    name = short(record.op)
+    if name not in _SUMS and out.name not in _PARAMETER_GRADIENTS.get(name, ()):
         return False
-    size, result = measure(record, inputs[0]).rms, measure(record, out).rms
-    if not isinstance(size, float) or not isinstance(result, float):
-        return False
-    n = reduction_length(program, record, out)
-    terms = root(n) * size if short(record.op) == "sum" else size / root(n)
-    return n > 1 and min(ACCUMULATOR, roundoff(out.dtype)) * terms >= result * NOTHING
+    unit = smallest(ACCUMULATOR, roundoff(out.dtype) or ACCUMULATOR)
+    if name == "mean":
+        unit = unit / root(reduction_length(program, record, out))
+    return any(gain * unit > NOTHING for _, gain in gains_of(program, record, out, measure))
 
 
 def gains_of(
@@ -232,6 +246,10 @@ def _gain(
     size = sizes[slot.name].rms
     if size is None:
         return UNKNOWN_GAIN
+    if name == "addcdiv" and slot.name != "in.self":
+        return _quotient_gain(record, sizes, result)
+    if out.name in _PARAMETER_GRADIENTS.get(name, ()):
+        return _gradient_gain(program, record, out, sizes, result)
     if name in _ADDITIVE and not _is_known(program, record, slot):
         return 1.0
     if name in _ADDITIVE:
@@ -318,6 +336,36 @@ def _product_gain(
     other = others[0] if others else size
     n = reduction_length(program, record, out)
     return greatest(1.0, root(n) * size * other / result)
+
+
+def _quotient_gain(record: StoredRecord, sizes: dict[str, Magnitude], result: float) -> float:
+    """Of the operands of value * tensor1 / tensor2: the smallest divisors let errors grow most."""
+    top, bottom = sizes.get("in.tensor1"), sizes.get("in.tensor2")
+    if top is None or bottom is None or not top.rms or not bottom.least:
+        return MAX_GAIN
+    return abs(_number(record, "value", 1.0)) * top.rms / (bottom.least * result)
+
+
+def most_of(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> float:
+    """The largest relative error that wrong operands may bring to self + value * tensor1 / tensor2: twice the
+    quotient's size, where small divisors stand below small numbers (as in Adam). Of other ops infinity."""
+    if short(record.op) != "addcdiv":
+        return math.inf
+    sizes = {slot.name: measure(record, slot) for slot in program.inputs(record)}
+    top, bottom, result = sizes.get("in.tensor1"), sizes.get("in.tensor2"), measure(record, out).rms
+    if top is None or bottom is None or not bottom.rms or not result:
+        return math.inf
+    return 2.0 * abs(_number(record, "value", 1.0)) * top.top / (bottom.rms * result)
+
+
+def _gradient_gain(
+    program: Program, record: StoredRecord, out: StoredSlot, sizes: dict[str, Magnitude], result: float
+) -> float:
+    """Of what a parameter's gradient is summed up from."""
+    other = sizes.get(_PARAMETER_GRADIENTS[short(record.op)][out.name])
+    incoming = next(iter(sizes.values())).rms or 0.0
+    scale = 1.0 if other is None or other.rms is None else other.rms
+    return greatest(1.0, root(reduction_length(program, record, out)) * incoming * scale / result)
 
 
 def _attention_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float) -> float:

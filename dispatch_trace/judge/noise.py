@@ -18,7 +18,15 @@ from dispatch_trace.align.flow import Flow, has_inputs
 from dispatch_trace.align.graph import Call, CallKey, Origin, Program, Value, slot_numel
 from dispatch_trace.align.pairs import Link, Pairing
 from dispatch_trace.judge.declared import Declaration
-from dispatch_trace.judge.estimates import UNKNOWN_GAIN, C, gains_of, is_rounding_alone, own_noise, roundoff
+from dispatch_trace.judge.estimates import (
+    UNKNOWN_GAIN,
+    C,
+    gains_of,
+    is_rounding_alone,
+    most_of,
+    own_noise,
+    roundoff,
+)
 from dispatch_trace.judge.handed_on import HandedOn
 from dispatch_trace.judge.magnitudes import Magnitudes
 from dispatch_trace.judge.quantised import Codes, codes_of, quantisation_noise
@@ -284,9 +292,11 @@ class NoisePass:
 
     def _are_nothing(self, record: StoredRecord, out: StoredSlot, link: Link) -> bool:
         """Whether both sides add up to zero but for the rounding of their terms: no digit counts."""
-        owner = self.pairing.ref.records[link.ref[0]]
-        return is_rounding_alone(self.pairing.target, record, out, self.sizes.of_slot) and is_rounding_alone(
-            self.pairing.ref, owner, owner.slots[link.ref[1]], self.ref_sizes.of_slot
+        ref, owner = self.pairing.ref, self.pairing.ref.records[link.ref[0]]
+        return (
+            owner.kind == "op"
+            and is_rounding_alone(self.pairing.target, record, out, self.sizes.of_slot)
+            and is_rounding_alone(ref, owner, ref.slot(link.ref), self.ref_sizes.of_slot)
         )
 
     def doubts(self, flags: frozenset[tuple[str, int]]) -> bool:
@@ -490,13 +500,14 @@ class NoisePass:
         worst_clean = 0.0
         declared = self.declared.operands(record)
         gains = gains_of(program, record, out, self.sizes.of_slot)
+        most = most_of(program, record, out, self.sizes.of_slot)
         for slot, gain in gains:
             if _unread(record, slot):
                 continue
             noise, clean, flags, suspicious = self.slot_noise(record, slot)
             noise, clean = hypot(noise, declared), hypot(clean, declared)
             cast = self._undeclared_cast(record, slot, allowed)
-            share = gain * noise
+            share = smallest(gain * noise, most)
             if short(record.op) in DISCRETE and dtype_class(slot.dtype) in "fc8":
                 share = _flip_noise(share, self.sizes.of_slot(record, out).rms)
             if share > GARBAGE and gain > STEEP and noise > 0 and not suspicious:
