@@ -292,6 +292,8 @@ def _gain(
         return greatest(1.0, root(n) * size / result)
     if name == "mean":
         return greatest(1.0, size / result)
+    if name.startswith("grid_sampler") and slot.name == "in.grid":
+        return _sampling_gain(record, slot, sizes, result)
     if name in _LIPSCHITZ:
         return 1.1 * size / result
     if name in EXACT:
@@ -366,6 +368,18 @@ def _gradient_gain(
     incoming = next(iter(sizes.values())).rms or 0.0
     scale = 1.0 if other is None or other.rms is None else other.rms
     return greatest(1.0, root(reduction_length(program, record, out)) * incoming * scale / result)
+
+
+def _sampling_gain(
+    record: StoredRecord, slot: StoredSlot, sizes: dict[str, Magnitude], result: float
+) -> float:
+    """Of coordinates in [-1, 1]: in pixels, times what neighbours that have nothing in common differ by."""
+    image = next((s for s in record.slots if s.name == "in.input"), None)
+    source = sizes.get("in.input")
+    if image is None or source is None or source.rms is None:
+        return UNKNOWN_GAIN
+    pixels = max(image.shape[2:], default=1) / 2.0
+    return greatest(1.0, math.sqrt(2.0) * pixels * (sizes[slot.name].rms or 1.0) * source.rms / result)
 
 
 def _attention_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float) -> float:
