@@ -207,10 +207,15 @@ def is_rounding_alone(program: Program, record: StoredRecord, out: StoredSlot, m
     name = short(record.op)
     if name not in _SUMS and out.name not in _PARAMETER_GRADIENTS.get(name, ()):
         return False
+    inputs, result = program.inputs(record), measure(record, out).rms
+    if result is None or result == 0.0:
+        return False
     unit = smallest(ACCUMULATOR, roundoff(out.dtype) or ACCUMULATOR)
     if name == "mean":
         unit = unit / root(reduction_length(program, record, out))
-    return any(gain * unit > NOTHING for _, gain in gains_of(program, record, out, measure))
+    sizes = {slot.name: measure(record, slot) for slot in inputs}
+    gains = (_gain(program, record, out, s, sizes, result, name, family(record.op)) for s in inputs)
+    return any(gain * unit > NOTHING for gain in gains)
 
 
 def gains_of(
