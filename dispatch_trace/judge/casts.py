@@ -18,8 +18,8 @@ from dispatch_trace.judge.noise import NoisePass
 _POLICY = 0.5
 
 
-def handed_on(pairing: Pairing) -> float:
-    """The coarsest roundoff that modules of the target hand on: nobody hides that it computes so."""
+def coarsest_returned(pairing: Pairing) -> float:
+    """The coarsest roundoff of what modules of the target return: nobody hides that it computes so."""
     return max(
         (
             roundoff(slot.dtype)
@@ -41,7 +41,7 @@ def lone_casts(noise: NoisePass) -> list[int]:
     casts = {seq for state in noise.states.values() for kind, seq in state.flags if kind == "cast"}
     if not casts:
         return []
-    coarsest = handed_on(noise.pairing)
+    coarsest = coarsest_returned(noise.pairing)
     totals: Counter[str] = Counter()
     cast_ops: Counter[str] = Counter()
     kinds: dict[int, set[str]] = {seq: set() for seq in casts}
