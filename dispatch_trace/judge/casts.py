@@ -18,17 +18,22 @@ from dispatch_trace.judge.noise import NoisePass
 _POLICY = 0.5
 
 
-def coarsest_returned(pairing: Pairing) -> float:
-    """The coarsest roundoff of what modules of the target return: nobody hides that it computes so."""
-    return max(
-        (
-            roundoff(slot.dtype)
-            for _, record in pairing.modules
-            for slot in record.slots
-            if slot.role == "out" and slot.is_tensor and dtype_class(slot.dtype) == "f"
-        ),
-        default=0.0,
-    )
+def own_precision(pairing: Pairing) -> float:
+    """The coarsest roundoff of what modules of the target return, where those of the reference return finer
+    numbers: nobody hides that it computes so. Else 0."""
+    coarsest = [
+        max(
+            (
+                roundoff(slot.dtype)
+                for records in pairing.modules
+                for slot in records[side].slots
+                if slot.role == "out" and slot.is_tensor and dtype_class(slot.dtype) == "f"
+            ),
+            default=0.0,
+        )
+        for side in (0, 1)
+    ]
+    return coarsest[1] if coarsest[1] > coarsest[0] else 0.0
 
 
 def lone_casts(noise: NoisePass) -> list[int]:
@@ -41,7 +46,7 @@ def lone_casts(noise: NoisePass) -> list[int]:
     casts = {seq for state in noise.states.values() for kind, seq in state.flags if kind == "cast"}
     if not casts:
         return []
-    coarsest = coarsest_returned(noise.pairing)
+    coarsest = own_precision(noise.pairing)
     totals: Counter[str] = Counter()
     cast_ops: Counter[str] = Counter()
     kinds: dict[int, set[str]] = {seq: set() for seq in casts}

@@ -18,7 +18,7 @@ from dispatch_trace.align.named import keeps_first_output
 from dispatch_trace.align.pairs import Pairing, module_slots
 from dispatch_trace.judge.blame import Blame
 from dispatch_trace.judge.captured import captured_outputs, lacks_return
-from dispatch_trace.judge.casts import coarsest_returned
+from dispatch_trace.judge.casts import own_precision
 from dispatch_trace.judge.coverage import count_coverage, make_pairs
 from dispatch_trace.judge.declared import Declaration
 from dispatch_trace.judge.estimates import C, roundoff
@@ -539,7 +539,7 @@ class RoundJudge:
         theirs = self._pairing.ref.outputs(ref)
         if self._noise.border(record) > self._noise.ref_border(ref):
             return None  # the target as a whole is in a lower precision, which nobody hides
-        if max((roundoff(slot.dtype) for slot in ours), default=0.0) <= coarsest_returned(self._pairing):
+        if max((roundoff(slot.dtype) for slot in ours), default=0.0) <= own_precision(self._pairing):
             return None
         if (
             not ours
