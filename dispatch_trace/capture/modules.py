@@ -62,7 +62,7 @@ class ModuleRecorder:
         """Wraps `nn.Module.__call__`, and `forward` of every class in the table."""
         original = self._original_call = torch.nn.Module.__call__
         begin, end, fail = self._begin, self._end, self._fail
-        tracer, state, skipped = self._tracer, self._tracer.state, self._skipped
+        tracer, skipped = self._tracer, self._skipped
         # A wrapper costs the program stack depth, and deep models come close to the limit: where
         # nobody else has wrapped it, torch's own first frames are stepped over.
         plain = self._plain = original.__name__ == "_wrapped_call_impl"
@@ -70,7 +70,7 @@ class ModuleRecorder:
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not tracer.active or _is_compiling() or state.resting:
+            if not tracer.active or _is_compiling():
                 return original(module, *args, **kwargs)
             body = bodies.get(type(module)) if plain else None
             if id(module) in skipped:
@@ -147,11 +147,17 @@ class ModuleRecorder:
         class's forward is all there is to it, under a mode that notes rows.
         """
         sites, fail, original, state = self._sites, self._fail, self._original_call, self._tracer.state
+        plain, bodies = self._plain, self._bodies
 
         @functools.wraps(original)
         def short_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # The two halves of `is_compiling`, which is two calls. Dynamo folds the first.
             if _is_dynamo_compiling() or _compiler._is_compiling_flag:
+                return original(module, *args, **kwargs)
+            if state.resting:  # a step that is left out
+                body = bodies.get(type(module)) if plain else None
+                if body is not None and calls_forward_only(module, body[0]):
+                    return body[1](module, *args, **kwargs)
                 return original(module, *args, **kwargs)
             site = sites.get(id(module))
             if site is None or (mode := state.mode) is None:
