@@ -109,13 +109,13 @@ def plain(path: Path, beneath: TorchDispatchMode) -> None:
             x = x - x.mean(-1, keepdim=True)
 
 
-def training(optimiser: Callable[..., torch.optim.Optimizer]) -> Run:
+def training(optimiser: Callable[..., torch.optim.Optimizer], num: int = REPEATS) -> Run:
     def run(path: Path, beneath: TorchDispatchMode) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16))
         steps, generator = optimiser(model.parameters()), torch.Generator().manual_seed(1)
         with beneath, dt.record(path, model, save="stats") as recording:
-            for _ in range(REPEATS):
+            for _ in range(num):
                 with recording.step():
                     x = torch.randn(8, 16, generator=generator)
                     loss = ((model(x) - x) ** 2).mean()
@@ -240,22 +240,8 @@ class Long(Looping):
         return self.head(x)
 
 
-def long_training(path: Path, beneath: TorchDispatchMode) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16))
-    steps, generator = momentum(model.parameters()), torch.Generator().manual_seed(1)
-    with beneath, dt.record(path, model, save="stats") as recording:
-        for _ in range(LONG):
-            with recording.step():
-                x = torch.randn(8, 16, generator=generator)
-                loss = ((model(x) - x) ** 2).mean()
-                steps.zero_grad()
-                loss.backward()
-                steps.step()
-
-
 @pytest.mark.parametrize(
-    "run, at", [(looping(Long), 41), (long_training, 101)], ids=["one step", "a training"]
+    "run, at", [(looping(Long), 41), (training(momentum, LONG), 101)], ids=["one step", "a training"]
 )
 def test_what_is_wrong_behind_a_fault_is_judged_at_once(
     tmp_path: Path, run: Run, at: int, monkeypatch: pytest.MonkeyPatch

@@ -393,7 +393,8 @@ class Comparer:
             # What stands in steps that are no pair may still be one constant.
             return None if a.shape == b.shape and a.hash == b.hash else unknown("they stand in other steps")
         rows = maps[steps[0], steps[1]]
-        if rows is not None and not rows.trivial and self._picked(a.id, b.id):
+        picked = self.ref.is_picked(a.id) or self.target.is_picked(b.id)
+        if picked and rows is not None and not rows.trivial:
             return unknown("which elements these are follows from values of all tokens of the step")
         dims = {d for d in (self.ref.cache_dim(a.id), self.target.cache_dim(b.id)) if d is not None}
         keys = dims.pop() if len(dims) == 1 else None
@@ -413,10 +414,6 @@ class Comparer:
         if not found:
             return unknown(f"the rows of the same requests have other shapes: {shapes}")
         return min(found, key=lambda d: (d.nonfinite, d.rho))
-
-    def _picked(self, ref_id: int, target_id: int) -> bool:
-        assert isinstance(self.ref, StepLens) and isinstance(self.target, StepLens)
-        return self.ref.is_picked(ref_id) or self.target.is_picked(target_id)
 
     def _from_arrays(self, ref: Array, target: Array) -> Difference:
         if ref.shape == target.shape:

@@ -62,7 +62,7 @@ class ModuleRecorder:
         """Wraps `nn.Module.__call__`, and `forward` of every class in the table."""
         original = self._original_call = torch.nn.Module.__call__
         begin, end, fail = self._begin, self._end, self._fail
-        tracer, skipped = self._tracer, self._skipped
+        tracer = self._tracer
         # A wrapper costs the program stack depth, and deep models come close to the limit: where
         # nobody else has wrapped it, torch's own first frames are stepped over.
         plain = self._plain = original.__name__ == "_wrapped_call_impl"
@@ -73,10 +73,6 @@ class ModuleRecorder:
             if not tracer.active or _is_compiling():
                 return original(module, *args, **kwargs)
             body = bodies.get(type(module)) if plain else None
-            if id(module) in skipped:
-                if body is not None and calls_forward_only(module, body[0]):
-                    return body[1](module, *args, **kwargs)
-                return original(module, *args, **kwargs)
             opened = begin(module, args, kwargs)
             if opened is None:
                 return original(module, *args, **kwargs)
@@ -147,19 +143,19 @@ class ModuleRecorder:
         class's forward is all there is to it, under a mode that notes rows.
         """
         sites, fail, original, state = self._sites, self._fail, self._original_call, self._tracer.state
-        plain, bodies = self._plain, self._bodies
+        plain, bodies, skipped = self._plain, self._bodies, self._skipped
 
         @functools.wraps(original)
         def short_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # The two halves of `is_compiling`, which is two calls. Dynamo folds the first.
             if _is_dynamo_compiling() or _compiler._is_compiling_flag:
                 return original(module, *args, **kwargs)
-            if state.resting:  # a step that is left out
+            site = sites.get(id(module))
+            if site is None and (state.resting or id(module) in skipped):  # left out, as its step or itself
                 body = bodies.get(type(module)) if plain else None
                 if body is not None and calls_forward_only(module, body[0]):
                     return body[1](module, *args, **kwargs)
                 return original(module, *args, **kwargs)
-            site = sites.get(id(module))
             if site is None or (mode := state.mode) is None:
                 return call(module, *args, **kwargs)
             frame = mode.enter(site, module, args, kwargs)

@@ -23,6 +23,8 @@ C = 2.5
 ACCUMULATOR = 2.0**-24
 UNKNOWN_GAIN = 3.0
 MAX_GAIN = 1e12
+# A sum is nothing but rounding where one rounding of each of its terms makes this share of it.
+NOTHING = 0.03
 
 Measure = Callable[[StoredRecord, StoredSlot], Magnitude]
 
@@ -168,10 +170,6 @@ def reduction_length(program: Program, record: StoredRecord, out: StoredSlot) ->
     if short(record.op) == "cumsum":
         return max(source.shape)
     return 1
-
-
-# A sum is nothing but rounding where one rounding of each of its terms makes this share of it.
-NOTHING = 0.03
 
 
 def own_noise(program: Program, record: StoredRecord, out: StoredSlot, measure: Measure) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from dispatch_trace.align.canon import is_factory
@@ -530,6 +531,10 @@ class RoundJudge:
                             best = (source, *coarse)
         return best
 
+    @cached_property
+    def _own_precision(self) -> float:
+        return own_precision(self._pairing)
+
     def _coarser_than_ref(self, record: StoredRecord) -> tuple[float, dict[str, Any]] | None:
         pair = self._pairing.ops.get(record.seq)
         if pair is None:
@@ -539,12 +544,10 @@ class RoundJudge:
         theirs = self._pairing.ref.outputs(ref)
         if self._noise.border(record) > self._noise.ref_border(ref):
             return None  # the target as a whole is in a lower precision, which nobody hides
-        if max((roundoff(slot.dtype) for slot in ours), default=0.0) <= own_precision(self._pairing):
-            return None
         if (
             not ours
             or not theirs
-            or roundoff(ours[0].dtype) <= roundoff(theirs[0].dtype)
+            or roundoff(ours[0].dtype) <= max(roundoff(theirs[0].dtype), self._own_precision)
             or not roundoff(theirs[0].dtype)
         ):
             return None
