@@ -31,7 +31,7 @@ class Relay:
           num: of steps.
         """
         self.num = num
-        self._numbers: list[Later] = []
+        self._finders: list[Callable[[int], None]] = []  # of each number, in order, for a step by its place
         self._questions: list[tuple[Callable[[Any, Any], bool], Sequence[Any], Sequence[Any]]] = []
         self._known: dict[Any, tuple[Later, Any]] = {}
         self._num_done = 1
@@ -68,8 +68,8 @@ class Relay:
     def advance(self) -> None:
         """Finds all numbers of the next step."""
         at = self._num_done
-        for number in self._numbers:
-            number.values.append(number.function(*[column[at] for column in number.columns]))
+        for find in self._finders:
+            find(at)
         self._num_done += 1
 
     def answers(self) -> Iterator[npt.NDArray[np.bool_]]:
@@ -86,8 +86,8 @@ class Relay:
     def _noted(self, function: Callable[..., float], columns: list[Sequence[Any]], first: float) -> Later:
         if self._num_done > 1:
             raise SeveralNumbersError("the steps have gone on")
-        number = Later(self, function, columns, first)
-        self._numbers.append(number)
+        number = Later(self, first)
+        self._finders.append(_finder(number.values, function, columns))
         return number
 
 
@@ -98,15 +98,11 @@ class Later:
       values: of the steps that had their turn.
     """
 
-    __slots__ = ("columns", "function", "relay", "values")
+    __slots__ = ("relay", "values")
     __array_ufunc__ = None  # NumPy leaves arithmetic with it to this class
 
-    def __init__(
-        self, relay: Relay, function: Callable[..., float], columns: list[Sequence[Any]], first: float
-    ) -> None:
+    def __init__(self, relay: Relay, first: float) -> None:
         self.relay = relay
-        self.function = function
-        self.columns = columns
         self.values: list[float] = [first]
 
     def __mul__(self, other: Any) -> Later:
@@ -134,6 +130,20 @@ class Later:
     __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __neg__ = __abs__ = _refuse
     __eq__ = __ne__ = __bool__ = __float__ = __index__ = __format__ = _refuse
     __hash__ = None  # type: ignore[assignment]
+
+
+def _finder(
+    values: list[float], function: Callable[..., float], columns: list[Sequence[Any]]
+) -> Callable[[int], None]:
+    """What appends to values what a function makes of the columns at a place: it runs for all steps, so that
+    what nearly always is the case costs no more than it must."""
+    append = values.append
+    if len(columns) == 2:
+        first, second = columns
+        if function is _product:
+            return lambda at: append(first[at] * second[at])
+        return lambda at: append(function(first[at], second[at]))
+    return lambda at: append(function(*[column[at] for column in columns]))
 
 
 def _identity(number: Any) -> Any:

@@ -23,6 +23,9 @@ from dispatch_trace.later import Later, SeveralNumbersError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
+# Between these, squares are neither too large to add up nor so small that they lose digits.
+_LEAST_SQUARE, _MOST_SQUARE = 1e-290, 1e290
+
 
 class Together:
     """Steps whose numbers are taken together.
@@ -245,36 +248,51 @@ def root(number: Any) -> float:
 
 
 def hypot(*numbers: Any) -> float:
-    """The root of the sum of squares, without overflow on the way.
-
-    Not `math.hypot`: it rounds otherwise than NumPy's, and both kinds of numbers have to come out alike.
-    """
+    """The root of the sum of squares, without overflow on the way."""
     kinds = [*map(type, numbers)]
     if Later in kinds:
-        return _noted(hypot, numbers)
+        return _noted(_plain_hypot, numbers)
     if PerStep not in kinds:
-        top: float = max(map(abs, numbers))
-        if not 0.0 < top < math.inf:
-            return top
-        total = 0.0
-        for number in numbers:
-            part = number / top
-            total += part * part
-        return top * math.sqrt(total)
-    values = [np.abs(_values(n)) for n in numbers]
-    largest = values[0]
-    for value in values[1:]:
-        largest = np.maximum(largest, value)
+        return _plain_hypot(*numbers)
     together = _together(numbers)
-    largest = np.broadcast_to(largest, together.astray.shape)
-    odd = (largest == 0.0) | ~np.isfinite(largest)
-    scale = np.where(odd, 1.0, largest)
-    sums = np.zeros(scale.shape)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for value in values:
-            sums += (value / scale) * (value / scale)
+    values = [_values(n) for n in numbers if type(n) is PerStep or n != 0]  # zeros add nothing
+    if len(values) == 1:
+        return each(np.abs(values[0]), together)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        squares = values[0] * values[0]
+        for value in values[1:]:
+            squares = squares + value * value
+        if squares.min() >= _LEAST_SQUARE and squares.max() <= _MOST_SQUARE:
+            return each(np.sqrt(squares), together)
+        largest = np.abs(values[0])
+        for value in values[1:]:
+            largest = np.maximum(largest, np.abs(value))
+        odd = (largest == 0.0) | ~np.isfinite(largest)
+        scale = np.where(odd, 1.0, largest)
+        sums = sum((value / scale) * (value / scale) for value in values)
         found = np.where(odd, largest, scale * np.sqrt(sums))
-    return each(found, together)
+        is_fine = (squares >= _LEAST_SQUARE) & (squares <= _MOST_SQUARE)
+    return each(np.where(is_fine, np.sqrt(squares), found), together)
+
+
+def _plain_hypot(*numbers: float) -> float:
+    """`hypot` of plain numbers.
+
+    Not `math.hypot`: it rounds otherwise than NumPy, and both kinds of numbers have to come out alike.
+    """
+    total = 0.0
+    for number in numbers:
+        total += number * number
+    if _LEAST_SQUARE <= total <= _MOST_SQUARE:
+        return math.sqrt(total)
+    top: float = max(map(abs, numbers))
+    if not 0.0 < top < math.inf:
+        return top
+    total = 0.0
+    for number in numbers:
+        part = number / top
+        total += part * part
+    return top * math.sqrt(total)
 
 
 def whole(number: Any) -> int:
