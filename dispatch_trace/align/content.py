@@ -25,6 +25,7 @@ from dispatch_trace.align.steps import StepKey
 from dispatch_trace.align.summaries import (
     SKETCH_FLOOR,
     WHY_UNKNOWN,
+    KnownDifferences,
     Summaries,
     summary_differences,
 )
@@ -455,17 +456,24 @@ class Comparer:
         return replace(found, transform=f"first {keep} rows of dim {dim}")
 
     def _from_sketches(self, a: StoredContent, b: StoredContent) -> Difference:
-        ref, target = (
-            Summaries.of([content], [reader.sketch(content.id) if content.has_sketch else None])
-            for content, reader in ((a, self.ref), (b, self.target))
-        )
-        why, nonfinite, rho = (column[0].item() for column in summary_differences(ref, target))
+        tables = self.ref.content_table, self.target.content_table
+        if tables[0] is not None and tables[1] is not None:
+            places = (table.places(np.array([c.id])) for table, c in zip(tables, (a, b), strict=True))
+            known = tables[0].beside(tables[1], KnownDifferences).at(*places)
+            why, nonfinite, rho = (known[name][0].item() for name in ("why", "nonfinite", "rho"))
+        else:
+            ref, target = (
+                Summaries.of([content], [reader.sketch(content.id) if content.has_sketch else None])
+                for content, reader in ((a, self.ref), (b, self.target))
+            )
+            why, nonfinite, rho = (column[0].item() for column in summary_differences(ref, target))
         return sketch_difference(why, nonfinite, rho, a.shape == b.shape)
 
     def _compare_steps(self, ref_id: int, target_id: int, steps: Together) -> Difference:
         """As `_compare` of contents that have sketches only, for all steps that are taken together."""
         ours, theirs = self.ref.per_step(ref_id, steps), self.target.per_step(target_id, steps)
-        equal = ours.has_hash_of(theirs)
+        found = ours.table.beside(theirs.table, KnownDifferences).at(ours.places, theirs.places)
+        equal, why, nonfinite, rho = (found[name] for name in ("equal", "why", "nonfinite", "rho"))
         if equal.all():
             return EQUAL
         a, b = ours.first, theirs.first
@@ -473,8 +481,6 @@ class Comparer:
             return self._cut(a, b)
         if _numel(a.shape) == 0 and a.shape == b.shape:
             return EQUAL
-        found = summary_differences(*(Summaries.at(side.table, side.places) for side in (ours, theirs)))
-        why, nonfinite, rho = (np.where(equal, 0, column) for column in found)
         steps.decide(why == why[0])
         steps.decide(nonfinite == nonfinite[0])
         if why[0]:
@@ -483,7 +489,7 @@ class Comparer:
             return Difference(rho=math.inf, nonfinite=int(nonfinite[0]), method="sketch")
         return Difference(
             equal=not rho.any(),
-            rho=each(rho.astype(np.float64), steps),
+            rho=each(rho, steps),
             method="sketch",
             transform="" if a.shape == b.shape else "reshaped",
             floor=each(np.where(equal, 0.0, SKETCH_FLOOR), steps),

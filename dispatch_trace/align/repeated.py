@@ -70,6 +70,7 @@ class FoldedReader(ReaderView):
           number: 0 for the reference, 1 for the target.
         """
         super().__init__(side.reader)
+        self.content_table = side.contents
         self._side = side
         self._number = number
         self._seq = side.seq.astype(np.int64)  # as what is searched for: else NumPy copies it for each search

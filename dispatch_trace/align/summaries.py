@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dispatch_trace.schema import StoredContent
 from dispatch_trace.sketch import K, relative_distances
-from dispatch_trace.store.table import ContentTable, Numbers
+from dispatch_trace.store.table import ContentTable, Numbers, same_hash
 
 # Masks write -inf as the most negative number of some dtype; such a number is a place, not a quantity.
 EXTREME = 1e30
@@ -29,6 +29,7 @@ _KNOWN, _NO_STATISTICS, _INFINITE_OR_HUGE, _NO_SKETCH, _HUGE = range(5)
 _COUNTS = ("nan", "posinf", "neginf")
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
+_PAIR = [("ref", "i8"), ("target", "i8"), ("equal", "?"), ("why", "i8"), ("nonfinite", "i8"), ("rho", "f8")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +111,66 @@ def summary_differences(
     return why, nonfinite, rho
 
 
-__all__ = ["EXTREME", "SKETCH_FLOOR", "WHY_UNKNOWN", "Summaries", "summary_differences"]
+class KnownDifferences:
+    """What `summary_differences` says of contents of two ranks, found once for each pair.
+
+    Steps that repeat are judged again each time that some of them are taken apart; their values are the same.
+    """
+
+    def __init__(self, ref: ContentTable, target: ContentTable) -> None:
+        self._tables = ref, target
+        self._pairs = np.zeros(1 << 10, dtype=_PAIR)
+        self._num_pairs = 1  # the first is none
+        # Of each content the last pair it was in. One may meet many others: where values have settled on one
+        # side, say, and not on the other, whose contents then tell.
+        self._last = np.zeros(len(ref.kind), np.int64), np.zeros(len(target.kind), np.int64)
+        self._pairs[0] = (-1, -1, False, 0, 0, 0.0)
+
+    def at(self, ref: Numbers, target: Numbers) -> npt.NDArray[np.void]:
+        """Differences of n pairs.
+
+        Args:
+          ref, target: [n] each, rows of both tables.
+        Returns: [n], with fields: "equal", whether the hashes are the same; "why", "nonfinite" and "rho", what
+          `summary_differences` returns, 0 where they are.
+        Raises:
+          TraceFormatError: a shard that holds sketches is missing or corrupt.
+        """
+        number = self._last[1][target]
+        missing = np.flatnonzero(self._pairs["ref"][number] != ref)
+        if missing.size:
+            number[missing] = self._last[0][ref[missing]]
+            missing = missing[self._pairs["target"][number[missing]] != target[missing]]
+        if missing.size:
+            number[missing] = self._found(ref[missing], target[missing])
+        found: npt.NDArray[np.void] = self._pairs[number]
+        return found
+
+    def _found(self, ref: Numbers, target: Numbers) -> Numbers:
+        """[n], the numbers of n new pairs."""
+        found = np.zeros(len(ref), dtype=_PAIR)
+        found["ref"], found["target"] = ref, target
+        found["equal"] = same_hash(self._tables[0], ref, self._tables[1], target)
+        other = np.flatnonzero(~found["equal"])
+        if other.size:
+            sides = zip(self._tables, (ref[other], target[other]), strict=True)
+            columns = summary_differences(*(Summaries.at(table, places) for table, places in sides))
+            for name, column in zip(("why", "nonfinite", "rho"), columns, strict=True):
+                found[name][other] = column
+        number = np.arange(self._num_pairs, self._num_pairs + len(ref))
+        self._num_pairs += len(ref)
+        while self._num_pairs > len(self._pairs):
+            self._pairs = np.concatenate((self._pairs, np.empty_like(self._pairs)))
+        self._pairs[number] = found
+        self._last[0][ref] = self._last[1][target] = number
+        return number
+
+
+__all__ = [
+    "EXTREME",
+    "SKETCH_FLOOR",
+    "WHY_UNKNOWN",
+    "KnownDifferences",
+    "Summaries",
+    "summary_differences",
+]

@@ -16,7 +16,7 @@ from dispatch_trace.schema import StoredRecord, StoredSlot
 if TYPE_CHECKING:
     from dispatch_trace.per_step import Together
     from dispatch_trace.store.mapped import Mapped
-    from dispatch_trace.store.table import StepContents
+    from dispatch_trace.store.table import ContentTable, StepContents
 
 
 class Singly:
@@ -24,9 +24,11 @@ class Singly:
 
     Attributes:
       reads_across: steps that repeat read what other steps made (`sources`).
+      content_table: all contents, where steps repeat.
     """
 
     reads_across = False
+    content_table: ContentTable | None = None
 
     def mapped(self, id: int) -> Mapped | None:
         """The data of a content as it lies in a file; None where it does not lie there as it is."""

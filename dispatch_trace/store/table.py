@@ -6,9 +6,9 @@ tables that share its `Names`. Nothing is decoded to objects. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from dispatch_trace.sketch import K
 from dispatch_trace.store.reader import RankReader
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 _TEXTS = ("kind", "model", "grad_phase", "module", "op", "overload", "name", "note")
 _PLAIN = ("seq", "step", "call", "n", "producer", "opened", "thread", "flags", "num_slots")
@@ -171,6 +172,7 @@ class ContentTable:
         self.has_data = _joined(shards) >= 0
         self._rows = _joined(rows)
         self.has_sketch = self._rows >= 0
+        self._beside: dict[int, Any] = {}
 
     def places(self, ids: Numbers) -> Numbers:
         """Rows of this table, by number of the contents.
@@ -183,6 +185,14 @@ class ContentTable:
         if ids.size and (frame.min() < 0 or (found >= self._ends[frame + 1]).any()):
             raise KeyError("no such content")
         return np.asarray(found)
+
+    def beside(self, other: ContentTable, make: Callable[[ContentTable, ContentTable], T]) -> T:
+        """What is kept about the contents of this table and of another; made where it is asked for first."""
+        found = self._beside.get(id(other))
+        if found is None:
+            found = self._beside[id(other)] = other, make(self, other)  # with the other, which keeps its id
+        made: T = found[1]
+        return made
 
     def id_of(self, place: int) -> int:
         """The number of the content in a row."""
