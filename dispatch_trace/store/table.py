@@ -272,15 +272,15 @@ class StepContents:
 
     def stats(self, steps: Together) -> dict[str, float | None]:
         """The statistics, by name; a plain number where all steps have the same."""
+        columns = np.ascontiguousarray(self.table.stats[self.places].T)
+        firsts = columns[:, 0]
+        plain = (columns == firsts[:, None]).all(1).tolist()
         found: dict[str, float | None] = {}
-        for name in STATISTICS:
-            values = self.table.stat(name, self.places)
-            if np.isnan(values[0]):
+        for name, first, values, is_plain in zip(STATISTICS, firsts.tolist(), columns, plain, strict=True):
+            if first != first:
                 found[name] = None
-            elif (values == values[0]).all():
-                found[name] = float(values[0])
             else:
-                found[name] = each(values, steps)
+                found[name] = first if is_plain else each(values, steps)
         return found
 
 
