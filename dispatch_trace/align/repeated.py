@@ -91,7 +91,10 @@ class FoldedReader(ReaderView):
             self._geometries.append(side.geometries_of(group.blocks, group.together))
             self._arguments.append(side.arguments_of(group.blocks, group.together))
         self._sources = self._read_across()
-        self.num_shown = int(self._shown.sum())
+        rows = np.flatnonzero(self._shown)
+        self._rows = dict(zip(side.seq[rows].tolist(), rows.tolist(), strict=True))  # by number, that show
+        self._contents: dict[int, StoredContent] = {}
+        self.num_shown = len(rows)
         self.reads_across = bool(self._sources)
         self.doubted: set[int] = set()
 
@@ -136,6 +139,10 @@ class FoldedReader(ReaderView):
         return dict(found)
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
+        if not where:
+            for row in self._rows.values():
+                yield self._seen(self._side.record(row), row)
+            return
         begin = 0
         for frame in self.frames():
             row_of = self._side.row_of[begin : begin + frame.num_records]
@@ -147,7 +154,7 @@ class FoldedReader(ReaderView):
             begin += frame.num_records
 
     def record(self, seq: int) -> StoredRecord:
-        return self._seen(self._whole.record(seq), int(self._seq.searchsorted(seq)))
+        return self._seen(self._whole.record(seq), self._row_of(seq))
 
     def content(self, id: int) -> StoredContent:
         steps = self.together(id)
@@ -257,12 +264,18 @@ class FoldedReader(ReaderView):
         return None if number < 0 else self._groups[number]
 
     def _row(self, record: StoredRecord) -> int:
-        return int(self._seq.searchsorted(record.seq))
+        return self._row_of(record.seq)
+
+    def _row_of(self, seq: int) -> int:
+        row = self._rows.get(seq)
+        return int(self._seq.searchsorted(seq)) if row is None else row
 
     def _first(self, id: int) -> StoredContent:
-        if id < _PER_STEP:
-            return self._whole.content(id)
-        return self._whole.content(self._side.contents.id_of(int(self._several[id - _PER_STEP][1][0])))
+        found = self._contents.get(id)
+        if found is None:
+            one = id if id < _PER_STEP else self._side.contents.id_of(self._several[id - _PER_STEP][1][0])
+            found = self._contents[id] = self._whole.content(one)
+        return found
 
     def _seen(self, record: StoredRecord, row: int) -> StoredRecord:
         group, first_slot = int(self._group_of[row]), self._side.table.first_slot
@@ -307,7 +320,7 @@ class FoldedReader(ReaderView):
         if len(slot.producers) != 2 or not self.reads_across:
             return None
         seq = slot.producers[0][0]
-        row = int(self._seq.searchsorted(seq))
+        row = self._row_of(seq)
         if not self._side.is_version[row] or int(self._side.table.first_slot[row]) not in self._sources:
             return None
         return seq

@@ -25,6 +25,7 @@ from dispatch_trace.align.growing import (
     value_of,
 )
 from dispatch_trace.per_step import Together
+from dispatch_trace.schema import StoredRecord
 from dispatch_trace.store.reader import RankReader
 from dispatch_trace.store.records import LEAF
 from dispatch_trace.store.table import ContentTable, Names, Numbers, RecordTable
@@ -95,6 +96,7 @@ class StepTable:
         self.is_module = self.table.record["kind"] == names.number("module")
         self.blocks = self._cut()
         self.across = np.empty((3, 0), dtype=np.int64)
+        self._records: dict[int, StoredRecord] = {}
 
     def _cut(self) -> dict[BlockKey, _Block]:
         """The steps, and their rows; {} where steps are mixed, or not in order."""
@@ -125,6 +127,13 @@ class StepTable:
             for number, (first, last) in enumerate(parts or (), 1):
                 blocks[block[0], number] = begin + first, begin + last
         self.blocks = blocks
+
+    def record(self, row: int) -> StoredRecord:
+        """The record in a row, decoded once: views show some again and again."""
+        found = self._records.get(row)
+        if found is None:
+            found = self._records[row] = self.reader.record(int(self.seq[row]))
+        return found
 
     def num_rows(self, block: BlockKey) -> int:
         begin, end = self.blocks[block]
