@@ -356,8 +356,14 @@ class Folded:
         groups: Sequence[Sequence[BlockKey]],
         *,
         grows: bool = False,
+        is_whole: bool = True,
     ) -> None:
+        """
+        Args:
+          is_whole: no blocks that are alike were taken apart.
+        """
         self.grows = grows
+        self._is_whole = is_whole
         self._sides = sides
         self._groups = []
         self._order = {block: at for at, block in enumerate(sides[0].blocks)}
@@ -394,14 +400,19 @@ class Folded:
 
         Those that left the way of the first at one place stand for themselves together. Where blocks read
         what others made, few of them, and those that are not right, stand each by itself, with those beside
-        them.
+        them; at first, those behind one that went astray stand apart from those before it.
         """
         parts: list[list[BlockKey]] = []
         order = self._order
         alone = np.zeros(len(order), dtype=bool)
         for number, group in enumerate(self._groups):
             by_place: dict[int, list[BlockKey]] = defaultdict(list)
-            for block, place in zip(group.blocks, group.together.parted_at.tolist(), strict=True):
+            places = group.together.parted_at.copy()
+            if self._is_whole and self.target.reads_across and group.together.astray.any():
+                # What is wrong in one block is likely so in those behind it, too.
+                behind = places[int(group.together.astray.argmax()) :]
+                behind[behind == -1] = -2
+            for block, place in zip(group.blocks, places.tolist(), strict=True):
                 by_place[place].append(block)
             for part in by_place.values():
                 if self.grows and (number in self.target.doubted or len(part) < MIN_STEPS):
@@ -413,7 +424,7 @@ class Folded:
         kept = sorted(part for part in parts if len(part) >= MIN_STEPS)
         if not kept:
             return None
-        return Folded(self._sides, kept, grows=self.grows)
+        return Folded(self._sides, kept, grows=self.grows, is_whole=False)
 
     def steps(self, first: int) -> tuple[int, ...]:
         """The steps that one of the views stands for, in order; itself where it does not repeat."""
