@@ -24,6 +24,7 @@ from dispatch_trace.align.repeated import Folded, fold
 from dispatch_trace.align.steps import chosen_steps
 from dispatch_trace.compat import open_ranks
 from dispatch_trace.errors import ConfigError, DispatchTraceError, NotExecutableError
+from dispatch_trace.garbage import searched_seldom
 from dispatch_trace.judge.findings import Finding, Judgement
 from dispatch_trace.judge.floors import measured_floors
 from dispatch_trace.judge.folded import judge_folded
@@ -340,6 +341,7 @@ class Alignment:
         return heading + html_table(["label", "", "step", "module", "op", "source", "hint"], rows)
 
 
+@searched_seldom()
 def align(
     ref: Trace | str | os.PathLike[str] | Sequence[Trace | str | os.PathLike[str]],
     target: Trace | str | os.PathLike[str],
