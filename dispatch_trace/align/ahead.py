@@ -84,7 +84,8 @@ def _compare_sketches(pairing: Pairing) -> None:
     if not comparer.is_plain or any(type(side) is not RankReader for side in sides):
         return  # views have contents of their own
     keys = {(k.ref_content, k.target_content) for links in pairing.links.values() for k in links}
-    plain = [key for key in keys if min(key) >= 0 and comparer.layout(key[0]) is None]
+    # In order, or each would be looked up in another frame of the index than the one before.
+    plain = sorted(key for key in keys if min(key) >= 0 and comparer.layout(key[0]) is None)
     if not plain:
         return
     ids = np.array(plain).T
