@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dispatch_trace.later import Later, SeveralNumbersError
 
@@ -69,7 +70,10 @@ class Together:
 
 
 class PerStep:
-    """One number for each of the steps of a `Together`; its values are never changed."""
+    """One number for each of the steps of a `Together`; its values are never changed.
+
+    Arithmetic overflows and divides by zero as floats of NumPy do: who judges with it silences the warnings.
+    """
 
     __slots__ = ("together", "values")
 
@@ -92,19 +96,18 @@ class PerStep:
     def __mul__(self, other: Any) -> PerStep:
         if type(other) is Later:
             return NotImplemented
-        with np.errstate(over="ignore", invalid="ignore"):
-            return self._made(self.values * _values(other))
+        if type(other) is float and other == 1.0:
+            return self
+        return self._made(self.values * _values(other))
 
     def __truediv__(self, other: Any) -> PerStep:
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            return self._made(self.values / _values(other))
+        return self._made(self.values / _values(other))
 
     def __floordiv__(self, other: Any) -> PerStep:
         return self._made(self.values // _values(other))
 
     def __rtruediv__(self, other: Any) -> PerStep:
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            return self._made(_values(other) / self.values)
+        return self._made(_values(other) / self.values)
 
     def __neg__(self) -> PerStep:
         return self._made(-self.values)
@@ -158,7 +161,9 @@ class PerStep:
         return format(float(self), spec)
 
     def __repr__(self) -> str:
-        return f"PerStep({self.values!r})"
+        # Told apart by all numbers: arguments of ops are compared as texts.
+        digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.values).tobytes())
+        return f"PerStep({self.values[0]!r} to {self.values[-1]!r}, {len(self.values)} numbers, {digest})"
 
 
 class TextPerStep:
@@ -168,6 +173,9 @@ class TextPerStep:
 
     def __init__(self, values: Sequence[str | None]) -> None:
         self.values = values
+
+    def __repr__(self) -> str:
+        return f"TextPerStep({self.values!r})"
 
 
 def texts(values: Sequence[str | None]) -> str | None:
@@ -248,30 +256,31 @@ def root(number: Any) -> float:
 
 
 def hypot(*numbers: Any) -> float:
-    """The root of the sum of squares, without overflow on the way."""
+    """The root of the sum of squares of numbers, none negative, without overflow on the way."""
     kinds = [*map(type, numbers)]
     if Later in kinds:
         return _noted(_plain_hypot, numbers)
     if PerStep not in kinds:
         return _plain_hypot(*numbers)
     together = _together(numbers)
-    values = [_values(n) for n in numbers if type(n) is PerStep or n != 0]  # zeros add nothing
-    if len(values) == 1:
-        return each(np.abs(values[0]), together)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        squares = values[0] * values[0]
-        for value in values[1:]:
-            squares = squares + value * value
-        if squares.min() >= _LEAST_SQUARE and squares.max() <= _MOST_SQUARE:
-            return each(np.sqrt(squares), together)
-        largest = np.abs(values[0])
-        for value in values[1:]:
-            largest = np.maximum(largest, np.abs(value))
-        odd = (largest == 0.0) | ~np.isfinite(largest)
-        scale = np.where(odd, 1.0, largest)
-        sums = sum((value / scale) * (value / scale) for value in values)
-        found = np.where(odd, largest, scale * np.sqrt(sums))
-        is_fine = (squares >= _LEAST_SQUARE) & (squares <= _MOST_SQUARE)
+    counting = [n for n in numbers if type(n) is PerStep or n != 0]  # zeros add nothing
+    if len(counting) == 1:
+        only: float = counting[0]
+        return only
+    values = [*map(_values, counting)]
+    squares = values[0] * values[0]
+    for value in values[1:]:
+        squares = squares + value * value
+    if squares.min() >= _LEAST_SQUARE and squares.max() <= _MOST_SQUARE:
+        return each(np.sqrt(squares), together)
+    largest = values[0]
+    for value in values[1:]:
+        largest = np.maximum(largest, value)
+    odd = (largest == 0.0) | ~np.isfinite(largest)
+    scale = np.where(odd, 1.0, largest)
+    sums = sum((value / scale) * (value / scale) for value in values)
+    found = np.where(odd, largest, scale * np.sqrt(sums))
+    is_fine = (squares >= _LEAST_SQUARE) & (squares <= _MOST_SQUARE)
     return each(np.where(is_fine, np.sqrt(squares), found), together)
 
 

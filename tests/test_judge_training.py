@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch_trace as dt
 
@@ -92,3 +94,37 @@ def test_another_learning_rate_is_named(tmp_path: Path, kind: Any) -> None:
     found = pair(tmp_path, kind, "leaves", threads=2, rate=1.1e-2)
     assert found.verdict == "diverged" and found.first is not None
     assert (found.first.label, found.first.op) in {("argument", "aten.addcdiv"), ("argument", "aten.mul")}
+
+
+@pytest.mark.parametrize("save", ["leaves", "stats"])
+def test_a_gradient_whose_effect_is_lost_in_the_weights_is_listed(tmp_path: Path, save: str) -> None:
+    """One gradient of a step is off by 0.1 %, of which the optimiser takes no more than the sign."""
+
+    class Faulty(TorchDispatchMode):
+        num_products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                self.num_products += 1
+                return out * 1.001 if self.num_products == 4 else out
+            return out
+
+    def run(path: Path, beneath: Any) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16))
+        with beneath, dt.record(path, model, save=save) as recording:
+            for _ in range(3):
+                with recording.step():
+                    x = torch.randn(8, 16)
+                    (model(x) - x).pow(2).mean().backward()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter -= 1e-3 * parameter.grad.sign()
+                            parameter.grad = None
+        return path
+
+    found = dt.align(run(tmp_path / "ref", nullcontext()), run(tmp_path / "target", Faulty()))
+    assert found.verdict == "match", found.first
+    named = [(f.label, f.op, f.module, f.step) for f in found.findings if f.label != "nondeterministic"]
+    assert named == [("suspect", "aten.mm", "3", 1)]

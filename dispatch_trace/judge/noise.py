@@ -187,23 +187,24 @@ class NoisePass:
         self, record: StoredRecord, slot: StoredSlot
     ) -> tuple[float, float, frozenset[tuple[str, int]], bool]:
         """(noise, clean noise, flags, suspicious) of what an input slot of the target holds."""
-        noise = clean = 0.0
+        noise: list[float] = []
+        clean: list[float] = []
         flags: frozenset[tuple[str, int]] = frozenset()
         suspicious = False
         if slot_numel(slot) == 0:  # what is empty carries nothing, wherever it was cut from
-            return noise, clean, flags, suspicious
+            return 0.0, 0.0, flags, suspicious
         for origin in self.pairing.target.origins(record, slot):
             state = self.state(origin.value)
             # Measured errors may sit in the part that is read; predicted ones are rounding, alike everywhere.
             measured = origin.share < 1.0 and state.rho is not None
             part = 1.0 / root(greatest(origin.share, 1e-6)) if measured else 1.0
             cast = _cast_noise(self.pairing.target, origin)
-            noise = greatest(noise, hypot(state.noise * part, cast))
+            noise.append(hypot(state.noise * part, cast))
             # What a wrong value would be off by without the defect is a prediction, whatever was measured.
-            clean = greatest(clean, hypot(state.clean * (part if state.explained else 1.0), cast))
+            clean.append(hypot(state.clean * (part if state.explained else 1.0), cast))
             flags |= state.flags
             suspicious = suspicious or state.suspicious
-        return noise, clean, flags, suspicious
+        return greatest(*noise), greatest(*clean), flags, suspicious
 
     def best(self, links: Iterable[Link]) -> _Measured | None:
         """The link whose difference is known and smallest."""
@@ -497,7 +498,7 @@ class NoisePass:
             budget.granted, budget.flags = tau, {("cast", record.seq)}
             tau = tau * allowed / actual
         parts = [tau]
-        worst_clean = 0.0
+        cleans = [0.0]
         declared = self.declared.operands(record)
         gains = gains_of(program, record, out, self.sizes.of_slot)
         most = most_of(program, record, out, self.sizes.of_slot)
@@ -515,12 +516,13 @@ class NoisePass:
             if cast:
                 flags |= {("cast", cast)}
             budget.tainted = budget.tainted or suspicious
-            worst_clean = greatest(worst_clean, smallest(gain, 1.0) * clean)
+            cleans.append(smallest(gain, 1.0) * clean)
             if flags:
                 budget.granted = hypot(budget.granted, share)
                 budget.flags |= flags
             else:
                 parts.append(share)
+        worst_clean = greatest(*cleans)
         budget.clean = hypot(tau, worst_clean) if paired else greatest(tau, worst_clean)
         # Between anchors rounding is counted once: a long loop in low precision must not excuse itself.
         budget.free = hypot(*parts) if paired else greatest(*parts)
@@ -532,13 +534,12 @@ class NoisePass:
             tau = self._own_noise(program, record, out)
             parts = [tau]
             for slot, gain in gains_of(program, record, out, self.ref_sizes.of_slot):
-                noise = 0.0
+                noise = [0.0]
                 for origin in program.origins(record, slot):
                     if self.is_measured(origin.value):
                         continue
-                    ref_noise = self._ref_noise.get(origin.value, 0.0)
-                    noise = greatest(noise, ref_noise, _cast_noise(program, origin))
-                parts.append(gain * noise)
+                    noise += (self._ref_noise.get(origin.value, 0.0), _cast_noise(program, origin))
+                parts.append(gain * greatest(*noise))
             value = (record.seq, out.index)
             paired = record.seq in self.pairing.ops_by_ref
             self._ref_noise[value] = hypot(*parts) if paired else greatest(*parts)

@@ -74,17 +74,32 @@ class Suspects:
         return [replace(f, fatal=False) for _, f in sorted(found, key=lambda item: item[0])]
 
     def _heals_inside(self, record: StoredRecord) -> bool:
-        """Whether the module call that an op stands in returns nothing but what it should."""
+        """Whether the module call that an op stands in hands on nothing but what it should."""
         call = self._target.call_of(record)
         if call.record is None:
             return False
-        values = [
-            origin.value
-            for slot in call.record.slots
-            if slot.role == "out" and slot.is_tensor
-            for origin in self._target.origins(call.record, slot)
-        ]
+        if record.grad_phase == "bwd":
+            values = self._handed_back(call.ops["bwd"])
+        else:
+            values = [
+                origin.value
+                for slot in call.record.slots
+                if slot.role == "out" and slot.is_tensor
+                for origin in self._target.origins(call.record, slot)
+            ]
         return bool(values) and all(self._noise.state(value).explained for value in values)
+
+    def _handed_back(self, records: list[StoredRecord]) -> list[Value]:
+        """Gradients that a call's backward pass hands on: what others read, or nobody that was recorded."""
+        inside = {record.seq for record in records}
+        made = [
+            (record.seq, slot.index)
+            for record in records
+            if not self._target.is_edge(record)
+            for slot in self._target.outputs(record)
+        ]
+        readers = {value: {seq for seq, _ in self._target.consumers.get(value, ())} for value in made}
+        return [value for value in made if not readers[value] or readers[value] - inside]
 
     def _cast_suspect(self, seq: int, error: float) -> Finding:
         record = self._target.records[seq]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from dispatch_trace.align.canon import is_factory
 from dispatch_trace.align.content import Difference
 from dispatch_trace.align.graph import Program, Value
@@ -86,10 +88,11 @@ def judge(
     rounds = []
     for each in pairing.rounds:
         noise = NoisePass(each, exact=exact, tolerance=tolerance, declared=Declaration.of(declared))
-        noise.run()
-        first = RoundJudge(each, noise, golden)
-        judgement = first.judgement()
-        rounds.append(judgement if review is None else review(first, judgement))
+        with np.errstate(all="ignore"):  # numbers that are not finite are judged, not warned of
+            noise.run()
+            first = RoundJudge(each, noise, golden)
+            judgement = first.judgement()
+            rounds.append(judgement if review is None else review(first, judgement))
     return _all_rounds(pairing, rounds)
 
 
