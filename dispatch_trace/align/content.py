@@ -456,10 +456,10 @@ class Comparer:
         return replace(found, transform=f"first {keep} rows of dim {dim}")
 
     def _from_sketches(self, a: StoredContent, b: StoredContent) -> Difference:
-        tables = self.ref.content_table, self.target.content_table
-        if tables[0] is not None and tables[1] is not None:
-            places = (table.places(np.array([c.id])) for table, c in zip(tables, (a, b), strict=True))
-            known = tables[0].beside(tables[1], KnownDifferences).at(*places)
+        ours, theirs = self.ref.content_table, self.target.content_table
+        if ours is not None and theirs is not None:
+            places = ours.places(np.array([a.id])), theirs.places(np.array([b.id]))
+            known = ours.beside(theirs, KnownDifferences).at(*places)
             why, nonfinite, rho = (known[name][0].item() for name in ("why", "nonfinite", "rho"))
         else:
             ref, target = (

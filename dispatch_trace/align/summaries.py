@@ -131,8 +131,8 @@ class KnownDifferences:
 
         Args:
           ref, target: [n] each, rows of both tables.
-        Returns: [n], with fields: "equal", whether the hashes are the same; "why", "nonfinite" and "rho", what
-          `summary_differences` returns, 0 where they are.
+        Returns: [n], with fields: "equal", whether the hashes are the same; "why", "nonfinite" and "rho",
+          what `summary_differences` returns, 0 where they are.
         Raises:
           TraceFormatError: a shard that holds sketches is missing or corrupt.
         """
