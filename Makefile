@@ -44,6 +44,7 @@ bench: $(STAMP)
 	$(PY) tools/bench_compiled.py
 	$(PY) tools/bench_judge.py
 	$(PY) tools/bench_store.py
+	$(PY) tools/bench_stats.py
 	$(PY) tools/bench_scale.py --records 10000 100000 --align 3000 10000
 	$(PY) tools/bench_run.py
 	$(PY) tools/bench_golden.py
