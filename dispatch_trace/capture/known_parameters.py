@@ -21,10 +21,15 @@ class KnownParameters:
     def __init__(self) -> None:
         self._known: dict[Key, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # with version and memory
         self._keys: dict[int, Key] = {}  # id of the tensor -> where it was recorded last
+        self._uncounted: set[Key] = set()  # those whose tensors count no versions
 
     def remember(self, tensor: torch.Tensor, key: Key) -> None:
         self._known[key] = weakref.ref(tensor), _version_of(tensor), _memory_of(tensor)
         self._keys[id(tensor)] = key
+        if tensor.is_inference():
+            self._uncounted.add(key)
+        else:
+            self._uncounted.discard(key)
 
     def forget(self, key: Key) -> None:
         """The last record no longer counts."""
@@ -32,10 +37,8 @@ class KnownParameters:
 
     def forget_uncounted(self) -> None:
         """The last records of those that count no versions no longer do: nobody would see a write."""
-        for key, (ref, _, _) in list(self._known.items()):
-            tensor = ref()
-            if tensor is None or tensor.is_inference():
-                self.forget(key)
+        while self._uncounted:
+            self.forget(self._uncounted.pop())
 
     def is_current(self, tensor: torch.Tensor, key: Key) -> bool:
         """Whether nothing that the tensor says of itself has changed since."""
