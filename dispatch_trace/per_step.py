@@ -304,6 +304,11 @@ def _plain_hypot(*numbers: float) -> float:
     return top * math.sqrt(total)
 
 
+def or_zero(number: float | None) -> float:
+    """A number, 0 where it is not known, without asking whether it is 0: steps may answer differently."""
+    return 0.0 if number is None else number
+
+
 def whole(number: Any) -> int:
     """A count as an integer; 0 where it is not known."""
     if isinstance(number, PerStep):
@@ -351,6 +356,7 @@ __all__ = [
     "is_finite",
     "is_smaller",
     "of_step",
+    "or_zero",
     "per_step_of",
     "root",
     "smallest",

@@ -136,10 +136,10 @@ class _Rows:
                 continue
             band = self._noise.band(state.predicted, difference) if state is not None else None
             steps = per_step_of(row.error, difference.rho)
-            if steps is not None and None not in (row.error, row.band, band):
+            if steps is not None and row.error is not None and row.band is not None and band is not None:
                 larger = is_smaller(row.error, difference.rho, steps)
                 row.band = chosen(larger, band, row.band, steps)
-                row.error = greatest(row.error or 0.0, difference.rho)
+                row.error = greatest(row.error, difference.rho)
             elif row.error is None or difference.rho > row.error:
                 row.error, row.worst_row, row.band = difference.rho, difference.worst, band
             if difference.transform:

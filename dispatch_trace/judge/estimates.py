@@ -15,7 +15,7 @@ from dispatch_trace.align.graph import Program, slot_numel
 from dispatch_trace.errors import ConfigError
 from dispatch_trace.judge.magnitudes import Magnitude
 from dispatch_trace.metrics import unit_roundoff
-from dispatch_trace.per_step import PerStep, each, greatest, is_finite, root, smallest
+from dispatch_trace.per_step import PerStep, each, greatest, is_finite, or_zero, root, smallest
 from dispatch_trace.schema import StoredRecord, StoredSlot
 
 # A difference is noise up to C times the estimate: benign changes stayed at 0.6 of it (BLAME.md section 4).
@@ -316,11 +316,11 @@ def _norm_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float, gro
     weight = sizes.get("in.weight")
     scale = (weight.rms or 1.0) if weight is not None else 1.0
     if slot.name == "in.bias":
-        return (sizes[slot.name].rms or 0.0) / result
+        return or_zero(sizes[slot.name].rms) / result
     if slot.name != "in.input":
         return greatest(1.0, scale / result)
     spread = source.rms if group == "rms_norm" else source.std
-    centred = (source.rms or 0.0) / spread if spread else UNKNOWN_GAIN
+    centred = or_zero(source.rms) / spread if spread else UNKNOWN_GAIN
     return 1.5 * centred * greatest(1.0, scale / result)
 
 
@@ -332,12 +332,12 @@ def _product_gain(
     sizes: dict[str, Magnitude],
     result: float,
 ) -> float:
-    size = sizes[slot.name].rms or 0.0
+    size = or_zero(sizes[slot.name].rms)
     names = set(sizes)
     bias = "in.bias" if "in.bias" in names else ("in.self" if names & {"in.mat1", "in.batch1"} else "")
     if slot.name == bias:
         return size / result
-    others = [m.rms or 0.0 for key, m in sizes.items() if key not in (slot.name, bias)]
+    others = [or_zero(m.rms) for key, m in sizes.items() if key not in (slot.name, bias)]
     other = others[0] if others else size
     n = reduction_length(program, record, out)
     return greatest(1.0, root(n) * size * other / result)
@@ -368,7 +368,7 @@ def _gradient_gain(
 ) -> float:
     """Of what a parameter's gradient is summed up from."""
     other = sizes.get(_PARAMETER_GRADIENTS[short(record.op)][out.name])
-    incoming = next(iter(sizes.values())).rms or 0.0
+    incoming = or_zero(next(iter(sizes.values())).rms)
     scale = 1.0 if other is None or other.rms is None else other.rms
     return greatest(1.0, root(reduction_length(program, record, out)) * incoming * scale / result)
 
@@ -387,7 +387,7 @@ def _sampling_gain(
 
 def _attention_gain(slot: StoredSlot, sizes: dict[str, Magnitude], result: float) -> float:
     query, key, value = (sizes.get(f"in.{n}") for n in ("query", "key", "value"))
-    spread = greatest(1.0, ((value.rms or 0.0) / result) if value is not None else 1.0)
+    spread = greatest(1.0, (or_zero(value.rms) / result) if value is not None else 1.0)
     if slot.name in ("in.query", "in.key") and query is not None and key is not None:
         return spread * greatest(1.0, (query.rms or 1.0) * (key.rms or 1.0))
     return spread

@@ -36,6 +36,7 @@ from dispatch_trace.per_step import (
     hypot,
     is_finite,
     is_smaller,
+    or_zero,
     per_step_of,
     root,
     smallest,
@@ -570,7 +571,7 @@ class NoisePass:
             difference = self.pairing.compare(link)
             if not (difference.known and state.explained and within(difference, state.limit)):
                 continue
-            own = greatest(state.rho or 0.0, roundoff(self.pairing.target.slot(link.target).dtype))
+            own = greatest(or_zero(state.rho), roundoff(self.pairing.target.slot(link.target).dtype))
             if difference.rho <= FARTHER * own:  # or it is another value of the reference
                 return True
         return False

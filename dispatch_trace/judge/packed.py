@@ -19,6 +19,7 @@ from dispatch_trace.judge.findings import Finding
 from dispatch_trace.judge.noise import NoisePass, State
 from dispatch_trace.judge.regions import Region, Regions
 from dispatch_trace.judge.sites import Sites
+from dispatch_trace.per_step import or_zero
 from dispatch_trace.schema import StoredRecord
 
 # Rows in another order change a result by about its own size; a kernel that computes badly by less.
@@ -47,7 +48,7 @@ class PackedBlame:
         seat = around_all([self._target.call_of(r) for r in (*places, region.target)])
         sibling = self._right_sibling(seat)
         if sibling is not None and self._runs_as(seat, sibling):
-            if (state.rho or 0.0) > _WHOLESALE and len(weights) == 1:
+            if or_zero(state.rho) > _WHOLESALE and len(weights) == 1:
                 return self._weight(*weights[0], sibling, state)
         elif sibling is not None:
             return finding

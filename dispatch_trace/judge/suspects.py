@@ -14,6 +14,7 @@ from dispatch_trace.judge.margins import decision_margin
 from dispatch_trace.judge.noise import NoisePass
 from dispatch_trace.judge.operands import changed_arguments
 from dispatch_trace.judge.parameters import changed_parameters
+from dispatch_trace.per_step import or_zero
 from dispatch_trace.schema import StoredRecord
 
 
@@ -41,7 +42,7 @@ class Suspects:
             for kind, seq in state.flags:
                 if kind == "cast" and seq not in casts and state.explained:
                     casts.add(seq)
-                    found.append((seq, self._cast_suspect(seq, state.rho or 0.0)))
+                    found.append((seq, self._cast_suspect(seq, or_zero(state.rho))))
                 elif kind == "flip" and seq == value[0]:
                     record = self._target.records[seq]
                     evidence = self._blame.sites.evidence(state)
