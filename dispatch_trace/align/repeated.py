@@ -74,7 +74,7 @@ class FoldedReader(ReaderView):
         self._side = side
         self._number = number
         self._seq = side.seq.astype(np.int64)  # as what is searched for: else NumPy copies it for each search
-        self._shown = np.ones(len(side.seq), dtype=bool)
+        shown = np.ones(len(side.seq), dtype=bool)
         self._group_of = np.full(len(side.seq), -1, dtype=np.int32)  # of each record that shows
         self._groups = groups
         self._several: list[tuple[Together, Numbers]] = []
@@ -84,14 +84,14 @@ class FoldedReader(ReaderView):
         for at, group in enumerate(groups):
             for block in group.blocks[1:]:
                 begin, end = side.blocks[block]
-                self._shown[begin:end] = False
+                shown[begin:end] = False
             begin, end = side.blocks[group.blocks[0]]
             self._group_of[begin:end] = at
             self._numbers.append(self._numbered(group))
             self._geometries.append(side.geometries_of(group.blocks, group.together))
             self._arguments.append(side.arguments_of(group.blocks, group.together))
         self._sources = self._read_across()
-        rows = np.flatnonzero(self._shown)
+        rows = np.flatnonzero(shown)
         self._rows = dict(zip(side.seq[rows].tolist(), rows.tolist(), strict=True))  # by number, that show
         self._contents: dict[int, StoredContent] = {}
         self.num_shown = len(rows)
@@ -139,22 +139,13 @@ class FoldedReader(ReaderView):
         return dict(found)
 
     def records(self, **where: Any) -> Iterator[StoredRecord]:
-        if not where:
-            for row in self._rows.values():
-                yield self._seen(self._side.record(row), row)
-            return
-        begin = 0
-        for frame in self.frames():
-            row_of = self._side.row_of[begin : begin + frame.num_records]
-            shown = self._shown[row_of]
-            if shown.any():
-                rows = [row for row in frame.rows(where) if shown[row]]
-                for row, record in zip(rows, frame.records(rows), strict=True):
-                    yield self._seen(record, int(row_of[row]))
-            begin += frame.num_records
+        for row in self._rows.values():
+            record = self._side.record(row)
+            if all(getattr(record, name) == wanted for name, wanted in where.items()):
+                yield self._seen(record, row)
 
     def record(self, seq: int) -> StoredRecord:
-        return self._seen(self._whole.record(seq), self._row_of(seq))
+        return self._seen(self._whole.record(seq), self._row(seq))
 
     def content(self, id: int) -> StoredContent:
         steps = self.together(id)
@@ -222,7 +213,7 @@ class FoldedReader(ReaderView):
         return 1 if group is None else len(group.blocks)
 
     def doubt(self, record: StoredRecord) -> None:
-        number = int(self._group_of[self._row(record)])
+        number = int(self._group_of[self._row(record.seq)])
         if number >= 0:
             self.doubted.add(number)
 
@@ -260,13 +251,10 @@ class FoldedReader(ReaderView):
         return sorted(found, key=lambda turn: turn[0])
 
     def _group(self, record: StoredRecord) -> _Group | None:
-        number = int(self._group_of[self._row(record)])
+        number = int(self._group_of[self._row(record.seq)])
         return None if number < 0 else self._groups[number]
 
-    def _row(self, record: StoredRecord) -> int:
-        return self._row_of(record.seq)
-
-    def _row_of(self, seq: int) -> int:
+    def _row(self, seq: int) -> int:
         row = self._rows.get(seq)
         return int(self._seq.searchsorted(seq)) if row is None else row
 
@@ -320,7 +308,7 @@ class FoldedReader(ReaderView):
         if len(slot.producers) != 2 or not self.reads_across:
             return None
         seq = slot.producers[0][0]
-        row = self._row_of(seq)
+        row = self._row(seq)
         if not self._side.is_version[row] or int(self._side.table.first_slot[row]) not in self._sources:
             return None
         return seq
@@ -339,7 +327,7 @@ class FoldedReader(ReaderView):
 
     def _slot_at(self, record: StoredRecord, slot: StoredSlot) -> int:
         at = 0 if record.kind == "param" else slot.index
-        return int(self._side.table.first_slot[self._row(record)]) + at
+        return int(self._side.table.first_slot[self._row(record.seq)]) + at
 
 
 class Folded:

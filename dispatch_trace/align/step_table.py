@@ -65,7 +65,6 @@ class StepTable:
       reader: the rank.
       table, contents: its records and contents.
       seq: [num records], their numbers, ascending.
-      row_of: [num records], the row of each in the order of writing.
       is_param: [num records], parameters as they were first recorded.
       is_version: [num records], parameters that have been written since.
       is_module: [num records].
@@ -82,11 +81,8 @@ class StepTable:
         self._names = names
         self.table = RecordTable.of(reader, names)
         seq = self.table.record["seq"]
-        self.row_of = np.arange(len(seq))
         if len(seq) and not (np.diff(seq) > 0).all():  # where a batch was written while an op was running
-            order = np.argsort(seq, kind="stable")
-            self.table = self.table.rows(order)
-            self.row_of[order] = np.arange(len(seq))
+            self.table = self.table.rows(np.argsort(seq, kind="stable"))
         self.contents = ContentTable(reader, names)
         self.seq = self.table.record["seq"]
         of_param = self.table.record["kind"] == names.number("param")
