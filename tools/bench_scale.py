@@ -15,7 +15,9 @@ Rows:
 * single: of a model that calls one block again and again, all in one step;
 * plain: of a program without modules, which has no steps;
 * train: of recorded steps of a training, forward, backward and optimiser;
-* decode-fault, single-fault, plain-fault, train-fault: with a product that is off by 5 %, in the middle;
+* clip: the same of two such layers and AdamW, with clipped gradients: steps are longer, and fewer;
+* decode-fault, single-fault, plain-fault, train-fault, clip-fault: with a product that is off by 5 %, in the
+  middle;
 * read, compare: for two traces with so many MB of tensors each, what it takes to read all bytes of both from
   mapped files, and to compare them, each on all cores; minima of several runs, in turns.
 
@@ -254,7 +256,7 @@ class Looping(torch.nn.Module):
 
 
 # Records and products of a repeat, or of a step, of what follows.
-_SINGLE, _PLAIN, _TRAIN, _DECODE = (11, 2), (8, 2), (66, 5), (51, 10)
+_SINGLE, _PLAIN, _TRAIN, _CLIP, _DECODE = (11, 2), (8, 2), (66, 5), (216, 11), (51, 10)
 
 
 def _wrong_product(wrong: bool, num_records: int, of_repeat: tuple[int, int]) -> int:
@@ -290,21 +292,36 @@ def build_plain(path: Path, num_records: int, *, noise: float = 0.0, wrong: bool
             x = x - x.mean(-1, keepdim=True)
 
 
-def build_training(path: Path, num_records: int, *, noise: float = 0.0, wrong: bool = False) -> None:
-    """Records steps of a training until there are so many records; arguments as in `build_single`."""
+def build_training(
+    path: Path, num_records: int, *, noise: float = 0.0, wrong: bool = False, clipped: bool = False
+) -> None:
+    """Records steps of a training until there are so many records; arguments as in `build_single`.
+
+    Args:
+      clipped: gradients are clipped, and AdamW moves the weights.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 16)
+    layers: list[torch.nn.Module] = []
+    for _ in range(2 if clipped else 1):
+        layers += torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 16)
     model, generator = torch.nn.Sequential(*layers), torch.Generator().manual_seed(1)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    beneath = Rounded(noise=noise, wrong=_wrong_product(wrong, num_records, _TRAIN))
+    optimiser = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if clipped
+        else torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    )
+    of_step = _CLIP if clipped else _TRAIN
+    beneath = Rounded(noise=noise, wrong=_wrong_product(wrong, num_records, of_step))
     with beneath, dt.record(path, model, save="stats") as recording:
-        for _ in range(num_records // _TRAIN[0]):
+        for _ in range(num_records // of_step[0]):
             with recording.step():
                 x = torch.randn(8, 16, generator=generator)
                 loss = ((model(x) - x) ** 2).mean()
                 optimiser.zero_grad()
                 loss.backward()
+                if clipped:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimiser.step()
 
 
@@ -336,6 +353,7 @@ TRACES: dict[str, Callable[[Path, int], None]] = {
             ("single", build_single),
             ("plain", build_plain),
             ("train", build_training),
+            ("clip", partial(build_training, clipped=True)),
         )
         for kind, noise, wrong in (("", 0.0, False), ("-same", 1.0, False), ("-fault", 1.0, True))
     },
@@ -344,8 +362,8 @@ KINDS = {
     "same": ("ref", "target"),
     "once": ("ref", "once"),
     "later": ("ref", "later"),
-    **{name: (name, f"{name}-same") for name in ("decode", "single", "plain", "train")},
-    **{f"{name}-fault": (name, f"{name}-fault") for name in ("decode", "single", "plain", "train")},
+    **{name: (name, f"{name}-same") for name in ("decode", "single", "plain", "train", "clip")},
+    **{f"{name}-fault": (name, f"{name}-fault") for name in ("decode", "single", "plain", "train", "clip")},
 }
 
 

@@ -512,7 +512,8 @@ class NoisePass:
             share = smallest(gain * noise, most)
             if short(record.op) in DISCRETE and dtype_class(slot.dtype) in "fc8":
                 share = _flip_noise(share, self.sizes.of_slot(record, out).rms)
-            if share > GARBAGE and gain > STEEP and noise > 0 and not suspicious:
+            # One question, of both: steps part at each that they answer differently.
+            if not suspicious and smallest(share / GARBAGE, gain / STEEP) > 1.0:
                 flags |= {("ill", record.seq)}
             if cast:
                 flags |= {("cast", cast)}
